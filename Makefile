@@ -1,0 +1,60 @@
+# Each target installs what it needs. Only Python 3.11+, make and git have to be there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# A machine with an NVIDIA card gets pip's own (CUDA) torch; every other one the CPU build.
+CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c configs/constraints-cpu.txt)
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install quickstart test test-all lint bench clean
+
+help:
+	@echo "install     create .venv and install lightning-swift into it"
+	@echo "quickstart  fine-tune, merge, export and try a real small model on 2 CPU ranks"
+	@echo "test        install what tests need and run them"
+	@echo "test-all    lint, types and tests"
+	@echo "lint        ruff and mypy --strict"
+	@echo "bench       every benchmark, ours beside its peers"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.install: $(BIN)/python pyproject.toml configs/constraints-cpu.txt
+	$(PIP) install $(CONSTRAINTS) torch
+	$(PIP) install $(CONSTRAINTS) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.install
+	$(PIP) install $(CONSTRAINTS) -e ".[test]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.install
+	$(PIP) install $(CONSTRAINTS) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.quickstart: $(VENV)/.install
+	$(PIP) install $(CONSTRAINTS) -e ".[quickstart]"
+	@touch $@
+
+install: $(VENV)/.install
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/python -m recipes.quickstart
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-all: lint test
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,44 @@
+"""Lightning strategies, callbacks and data for training large models on the hardware people really have.
+
+Importing this package registers the strategy names (``Trainer(strategy="swift_fsdp_bf16")``) and nothing else:
+every public name is imported on first use, and no optional dependency is touched.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_swift._registration import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_swift.data.chat import ChatDataModule
+    from lightning_swift.errors import SwiftError
+    from lightning_swift.models.causal_lm import CausalLM
+    from lightning_swift.models.lazy import lazy_pretrained
+    from lightning_swift.strategies.fsdp import FSDPBF16Strategy
+
+__version__ = "0.1.0"
+
+__all__ = ["CausalLM", "ChatDataModule", "FSDPBF16Strategy", "SwiftError", "lazy_pretrained"]
+
+_HOME = {
+    "CausalLM": "models.causal_lm",
+    "ChatDataModule": "data.chat",
+    "FSDPBF16Strategy": "strategies.fsdp",
+    "SwiftError": "errors",
+    "lazy_pretrained": "models.lazy",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+register_strategies()

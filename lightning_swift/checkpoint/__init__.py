@@ -1,0 +1,1 @@
+"""The checkpoint format: written by every strategy, read by every other one; knows nothing of Lightning."""

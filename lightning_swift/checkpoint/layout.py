@@ -1,0 +1,175 @@
+"""The files of a checkpoint directory and the manifest that describes them (format version 1). Imports no torch.
+
+``NAME.ckpt/`` holds ``manifest.json``, ``.metadata`` and ``__R_N.distcp`` (torch.distributed.checkpoint), ``meta.pt``
+(the rest of Lightning's checkpoint) and, where the module holds a Hugging Face model, ``huggingface/`` with its
+config and tokenizer files. The manifest is written last: a directory without a valid one is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_swift.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "HUGGINGFACE",
+    "MANIFEST",
+    "META",
+    "METADATA",
+    "MODEL_PREFIX",
+    "FileRecord",
+    "Manifest",
+    "RunRecord",
+    "TensorRecord",
+    "contained",
+    "read_manifest",
+]
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+META = "meta.pt"
+HUGGINGFACE = "huggingface"
+MODEL_PREFIX = "model."
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and SHA-256 (hexadecimal) of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Global shape and dtype (``"float32"``) of one tensor, keyed by its full name in the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The training run a checkpoint belongs to; a resumed run keeps the record of the run it continues."""
+
+    id: str
+    started: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and how to tell that it is whole.
+
+    Args:
+        run: The training run.
+        global_step: Optimizer steps taken.
+        strategy: Class name of the strategy that wrote the checkpoint.
+        mesh: Size of each mesh axis.
+        files: Every other file of the directory, by name relative to it.
+        tensors: Every tensor, by its key in ``.metadata``.
+        tied: Alias to canonical parameter name (both without the ``model.`` section prefix); only the canonical
+            tensor is stored.
+        huggingface: Path of the Hugging Face model inside the LightningModule (``"model"``), or None.
+        weights_only: True when optimizer and loop state were left out.
+        samples_seen: Training samples consumed by all ranks together, where the data module reports it.
+        created: Time of the save, ISO 8601 in UTC.
+        adapters: Adapter description (peft config), or None.
+        quantization: Description of a quantised base, or None.
+    """
+
+    run: RunRecord
+    global_step: int
+    strategy: str
+    mesh: dict[str, int]
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
+    tied: dict[str, str]
+    huggingface: str | None
+    weights_only: bool
+    samples_seen: int | None
+    created: str
+    versions: dict[str, str]
+    adapters: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
+    format_version: int = field(default=FORMAT_VERSION)
+
+    def to_json(self) -> str:
+        """The manifest as JSON text with sorted keys."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str) -> Manifest:
+        """Parse and check a manifest.
+
+        Raises:
+            CheckpointCorruptError: The text is not a version 1 manifest.
+        """
+        try:
+            raw = json.loads(text)
+            if raw["format_version"] != FORMAT_VERSION:
+                raise CheckpointCorruptError(
+                    f"format version {raw['format_version']} is not {FORMAT_VERSION}.",
+                    where=where,
+                    fix="Read it with the version of lightning_swift that wrote it.",
+                )
+            raw["run"] = RunRecord(**raw["run"])
+            raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
+            raw["tensors"] = {
+                name: TensorRecord(shape=tuple(record["shape"]), dtype=record["dtype"])
+                for name, record in raw["tensors"].items()
+            }
+            return cls(**raw)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, CheckpointCorruptError):
+                raise
+            raise CheckpointCorruptError(
+                f"not a valid manifest ({type(error).__name__}: {error}).",
+                where=where,
+                fix="Use another checkpoint of the run.",
+            ) from error
+
+
+def contained(directory: Path, name: str) -> Path:
+    """The path of ``name`` inside ``directory``, refused if it could lead anywhere else.
+
+    Raises:
+        UnsafeCheckpointError: The name has parts other than plain file names, or is a link or a special file.
+    """
+    parts = name.split("/")
+    plain = all(_NAME.fullmatch(part) and part not in {".", ".."} for part in parts)
+    if not plain or len(parts) > 2 or (len(parts) == 2 and parts[0] != HUGGINGFACE):
+        raise UnsafeCheckpointError(f"file name {name!r} leads outside the checkpoint.", where=str(directory))
+    path = directory.joinpath(*parts)
+    for step in (path, *([path.parent] if len(parts) == 2 else [])):
+        if step.is_symlink() or (step.exists() and not (step.is_dir() if step != path else step.is_file())):
+            raise UnsafeCheckpointError(f"{name!r} is not a regular file.", where=str(directory))
+    return path
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read the manifest of ``directory`` without checking the other files.
+
+    Raises:
+        CheckpointNotFoundError: There is no manifest, so this is not a (whole) checkpoint.
+        CheckpointCorruptError: The manifest cannot be understood.
+    """
+    path = contained(directory, MANIFEST)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            "no manifest.json here, so this is not a whole checkpoint.",
+            where=str(directory),
+            fix='Name a directory that a strategy of lightning_swift has saved, or use ckpt_path="newest".',
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointCorruptError("the manifest is not text.", where=str(path)) from error
+    return Manifest.from_json(text, where=str(path))

@@ -1,0 +1,1 @@
+"""Data modules for text."""

@@ -1,0 +1,1 @@
+"""LightningModules and weight loading for Hugging Face models."""

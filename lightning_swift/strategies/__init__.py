@@ -1,0 +1,1 @@
+"""Lightning strategies, one user-facing class per file."""

@@ -1,0 +1,41 @@
+"""Settings for every test: one thread, no network, no leftovers in the environment."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+
+from tests.harness.ranks import run_ranks
+
+
+def _warm() -> None:
+    """Nothing: the first call starts the server and loads what it preloads."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_server(request: pytest.FixtureRequest) -> None:
+    """Start the forkserver once, so that no single test pays for it."""
+    if any(
+        "parallel" in str(i.path) or "checkpoint" in str(i.path) or "faults" in str(i.path)
+        for i in request.session.items
+    ):
+        run_ranks(_warm, 1, deadline=120)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_environment() -> object:
+    """Fail a test that leaves a changed environment behind."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
+    # pytest's own bookkeeping, and what Lightning sets for its rank-zero helpers.
+    assert not changed - {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}, sorted(changed)
