@@ -1,7 +1,8 @@
 """Step time of ``FSDPBF16Strategy`` under the Trainer beside a hand-written FSDP2 loop and Lightning's own strategies.
 
 Every round runs all contenders once in the same processes, in an order that changes, and the ratio to the
-hand-written loop is taken within the round; the table has the median over the rounds. ``python -m benchmarks.step_time``
+hand-written loop is taken within the round; the table has the median over the rounds.
+``python -m benchmarks.step_time``
 """
 
 from __future__ import annotations
