@@ -7,6 +7,7 @@ config and tokenizer files. The manifest is written last: a directory without a 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
@@ -37,6 +38,7 @@ META = "meta.pt"
 HUGGINGFACE = "huggingface"
 MODEL_PREFIX = "model."
 
+_CHECKSUM = "checksum"
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 
 
@@ -102,39 +104,80 @@ class Manifest:
     format_version: int = field(default=FORMAT_VERSION)
 
     def to_json(self) -> str:
-        """The manifest as JSON text with sorted keys."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        """The manifest as JSON text with sorted keys and a checksum of its own."""
+        # Through JSON once, so that the checksum is taken of what a reader will see (text keys, lists).
+        content = json.loads(json.dumps(asdict(self)))
+        return json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Manifest:
         """Parse and check a manifest.
 
         Raises:
-            CheckpointCorruptError: The text is not a version 1 manifest.
+            CheckpointCorruptError: The text is not a version 1 manifest, or was changed since it was written.
         """
         try:
-            raw = json.loads(text)
-            if raw["format_version"] != FORMAT_VERSION:
-                raise CheckpointCorruptError(
-                    f"format version {raw['format_version']} is not {FORMAT_VERSION}.",
-                    where=where,
-                    fix="Read it with the version of lightning_swift that wrote it.",
-                )
+            raw = json.loads(text, object_pairs_hook=_unique)
+            _check_version(raw, where)
+            if raw.pop(_CHECKSUM) != _checksum(raw):
+                raise ValueError("its checksum differs")
             raw["run"] = RunRecord(**raw["run"])
             raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
             raw["tensors"] = {
                 name: TensorRecord(shape=tuple(record["shape"]), dtype=record["dtype"])
                 for name, record in raw["tensors"].items()
             }
-            return cls(**raw)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, CheckpointCorruptError):
-                raise
+            manifest = cls(**raw)
+            _check_types(manifest)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorruptError(
                 f"not a valid manifest ({type(error).__name__}: {error}).",
                 where=where,
                 fix="Use another checkpoint of the run.",
             ) from error
+        return manifest
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of the content in a spelling that does not depend on white space or the order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return content
+
+
+def _check_version(raw: Any, where: str) -> None:
+    version = raw["format_version"]
+    if version != FORMAT_VERSION:
+        raise CheckpointCorruptError(
+            f"format version {version!r} is not {FORMAT_VERSION}.",
+            where=where,
+            fix="Read it with the version of lightning_swift that wrote it.",
+        )
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise TypeError where the JSON holds another type than the manifest declares."""
+    texts = [manifest.run.id, manifest.run.started, manifest.strategy, manifest.created]
+    texts += [*manifest.tied.keys(), *manifest.tied.values(), *manifest.versions.values()]
+    texts += [record.sha256 for record in manifest.files.values()]
+    texts += [record.dtype for record in manifest.tensors.values()]
+    texts += [] if manifest.huggingface is None else [manifest.huggingface]
+    numbers = [manifest.global_step, *manifest.mesh.values(), *(record.size for record in manifest.files.values())]
+    numbers += [length for record in manifest.tensors.values() for length in record.shape]
+    numbers += [] if manifest.samples_seen is None else [manifest.samples_seen]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a text is not a text")
+    # bool is an int to Python, not to a reader of the manifest.
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("a number is not a natural number")
+    optional = (manifest.adapters, manifest.quantization)
+    if type(manifest.weights_only) is not bool or not all(isinstance(part, dict | None) for part in optional):
+        raise TypeError("a flag or a description has the wrong type")
 
 
 def contained(directory: Path, name: str) -> Path:
