@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_swift.errors import ConfigurationError
-from lightning_swift.parallel.blocks import find_blocks
+from lightning_swift.parallel.blocks import class_names, find_blocks
 
 __all__ = ["CheckpointingMode", "CheckpointingSettings", "apply_checkpointing", "remove_checkpointing"]
 
@@ -171,8 +171,8 @@ def _choose(root: nn.Module, settings: CheckpointingSettings) -> list[tuple[str,
 
 
 def _by_class(root: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    found = [(name, module) for name, module in root.named_modules() if name and _class_names(module) & set(names)]
-    for missing in sorted(set(names).difference(*(_class_names(module) for _, module in found))):
+    found = [(name, module) for name, module in root.named_modules() if name and class_names(module) & set(names)]
+    for missing in sorted(set(names).difference(*(class_names(module) for _, module in found))):
         known = {_own_class(module) for name, module in root.named_modules() if name}
         near = difflib.get_close_matches(missing, known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}? " if near else ""
@@ -191,11 +191,6 @@ def _by_class(root: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Mod
                 fix="Name only one of their classes.",
             )
     return found
-
-
-def _class_names(module: nn.Module) -> set[str]:
-    # The class that fully_shard makes has the original one as a base.
-    return {kind.__name__ for kind in type(module).__mro__} - {"Module", "object"}
 
 
 def _own_class(module: nn.Module) -> str:
