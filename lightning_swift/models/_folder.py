@@ -61,6 +61,7 @@ def read_config(folder: Path, overrides: Mapping[str, object] | None = None) -> 
             in the folder (``auto_map``), or the weights are stored quantised.
         ConfigurationError: An override names no option of this configuration.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     raw = read_json(_config_file(folder))
@@ -75,7 +76,7 @@ def read_config(folder: Path, overrides: Mapping[str, object] | None = None) -> 
         config, unused = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True, return_unused_kwargs=True, **(overrides or {})
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ModelError(
             f"config.json describes no model ({error}).",
             where=str(folder),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +22,19 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_swift.errors import ConfigurationError, ModelError
+from lightning_swift.models._adapters import initial_adapter_values
 from lightning_swift.models._folder import FolderTensor, WeightReader, read_config, tensors_of
+from lightning_swift.models._naming import listed, match_names
 
 __all__ = ["LoadReport", "Precision", "is_lazy", "lazy_folder", "lazy_pretrained", "load_lazy_weights"]
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
+# Offsets and sizes of a part of a tensor.
+_Region = tuple[tuple[int, ...], tuple[int, ...]]
 _SOURCE = "_lightning_swift_source"
 # What wrappers put into the names of the parameters they wrap: checkpointing, torch.compile, peft.
 _WRAPPERS = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod|base_layer|original_module|modules_to_save\.[^.]+)\.")
-# Names shown in an error before the rest is only counted.
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def lazy_pretrained(
         model = _build(config, auto_class, getattr(torch, dtype))
     model.eval()
     _take_generation_config(model, folder)
-    setattr(model, _SOURCE, _Source(str(folder), _match(model, tensors, folder)))
+    setattr(model, _SOURCE, _Source(str(folder), match_names(model, tensors, folder)))
     model.register_forward_pre_hook(_refuse_empty)
     return model
 
@@ -108,8 +110,9 @@ def load_lazy_weights(root: nn.Module, *, device: torch.device | str) -> LoadRep
     """Give every empty parameter of the lazy models below ``root`` its values, in place.
 
     A ``DTensor`` gets this rank's part and only that part is read; a plain parameter gets the whole tensor. Tied
-    parameters stay one object and are read once. Buffers of the models move to ``device`` as well. Without a lazy
-    model below ``root`` nothing happens. No collective is involved.
+    parameters stay one object and are read once. LoRA parameters that peft left empty get their first values, the
+    same on every rank. Buffers of the models move to ``device`` as well. Without a lazy model below ``root`` nothing
+    happens. No collective is involved.
 
     Args:
         root: Any module that holds models of :func:`lazy_pretrained`, wrapped by peft or not.
@@ -165,6 +168,12 @@ def _build(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM if auto_class is None else auto_class
+    if not hasattr(kind, "from_config") and not hasattr(kind, "_from_config"):
+        raise ConfigurationError(
+            f"{kind!r} is neither an AutoModel class nor a model class of transformers.",
+            where="auto_class",
+            fix="Pass AutoModelForCausalLM or another class of transformers.",
+        )
     try:
         if hasattr(kind, "from_config"):
             return kind.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -191,47 +200,6 @@ def _take_generation_config(model: Any, folder: Path) -> None:
             ) from None
 
 
-def _match(model: Any, tensors: Mapping[str, FolderTensor], folder: Path) -> dict[str, FolderTensor]:
-    """Which tensor of the folder each name of ``model`` is, following transformers' own renaming."""
-    wanted: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    found = {_renamed(model, name, wanted): tensor for name, tensor in tensors.items()}
-    present = {id(wanted[name]) for name in found if name in wanted}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    missing = sorted(name for name, value in parameters.items() if id(value) not in present)
-    if missing:
-        raise ModelError(
-            f"the folder has no weights for {_listed(missing)} of {type(model).__name__}.",
-            where=str(folder),
-            fix="Load it with from_pretrained, which converts or newly initialises them, or choose another auto_class.",
-        )
-    wrong = [name for name in sorted(found) if name in wanted and found[name].shape != tuple(wanted[name].shape)]
-    if wrong:
-        shapes = f"{wrong[0]!r} is {list(found[wrong[0]].shape)} in the folder and {list(wanted[wrong[0]].shape)}"
-        raise ModelError(
-            f"{len(wrong)} tensors have another shape in the folder: {shapes} in the model.",
-            where=str(folder),
-            fix="Remove the configuration override that changes this size, or correct config.json.",
-        )
-    return found
-
-
-def _renamed(model: Any, name: str, wanted: Mapping[str, Tensor]) -> str:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    if name in wanted:
-        return name
-    # Transforms that merge or split tensors are left out: what needs them is reported as missing.
-    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
-    renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, dict(wanted))
-    return renamed
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
-
-
 class _Loader:
     """Fills the parameters and buffers of one lazy model."""
 
@@ -242,70 +210,86 @@ class _Loader:
         self._tensors = 0
 
     def load(self, model: nn.Module) -> LoadReport:
-        owners = [
-            (module, name, f"{prefix}.{name}" if prefix else name)
+        empty = {
+            f"{prefix}.{name}" if prefix else name: (module, name, parameter)
             for prefix, module in model.named_modules(remove_duplicate=False)
-            for name in module._parameters
-        ]
-        self._fill_parameters([o for o in owners if (p := o[0]._parameters[o[1]]) is not None and p.is_meta])
-        for prefix, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = self._buffer(buffer, f"{prefix}.{name}" if prefix else name)
-        names = self._source.tensors.items()
-        unexpected = sorted(tensor.name for name, tensor in names if name not in self._used)
-        return LoadReport(self._reader.bytes_read, self._tensors, tuple(unexpected))
-
-    def _fill_parameters(self, owners: list[tuple[nn.Module, str, str]]) -> None:
-        # Of two tied names often one only is in the folder, and not always the first.
-        waiting = []
-        for module, name, full_name in owners:
-            parameter = module._parameters[name]
-            assert parameter is not None  # narrowed by the caller
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_meta
+        }
+        for full_name, (_, _, parameter) in empty.items():
             tensor = self._find(full_name)
-            if id(parameter) not in self._filled and tensor is not None:
-                self._filled[id(parameter)] = (parameter, self._parameter(parameter, tensor))
-            waiting.append((module, name, full_name, parameter))
-        missing = [full_name for *_, full_name, parameter in waiting if id(parameter) not in self._filled]
+            # Of two tied names often one only is in the folder, and not always the first.
+            if tensor is not None and id(parameter) not in self._filled:
+                self._fill(parameter, self._part_reader(tensor, parameter.dtype))
+        missing = [name for name, (*_, parameter) in empty.items() if id(parameter) not in self._filled]
         if missing:
-            raise ModelError(
-                f"{_listed(missing)} are empty and have no weights in the folder.",
-                where=self._source.folder,
-                fix="Build what is added to a lazy model (heads, adapters) with real values.",
-            )
-        for module, name, _, parameter in waiting:
+            self._initialise(model, {name: empty[name][2] for name in missing})
+        for module, name, parameter in empty.values():
             module._parameters[name] = self._filled[id(parameter)][1]
+        self._load_buffers(model)
+        known = self._source.tensors.items()
+        unexpected = sorted(tensor.name for name, tensor in known if name not in self._used)
+        return LoadReport(self._reader.bytes_read, self._tensors, tuple(unexpected))
 
     def _find(self, name: str) -> FolderTensor | None:
         known = name if name in self._source.tensors else _WRAPPERS.sub("", name)
         self._used.add(known)
         return self._source.tensors.get(known)
 
-    def _parameter(self, empty: nn.Parameter, tensor: FolderTensor) -> nn.Parameter:
+    def _fill(self, empty: nn.Parameter, part: Callable[[_Region], Tensor]) -> None:
         values: Tensor
         if isinstance(empty, DTensor):
+            # What torch's own checkpoints save of this parameter on this rank; also right for strided shards.
             (chunk,) = empty.__create_chunk_list__()
-            local = self._read(tensor, tuple(chunk.offsets), tuple(chunk.sizes), empty.dtype)
             values = DTensor.from_local(
-                local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+                part((tuple(chunk.offsets), tuple(chunk.sizes))),
+                empty.device_mesh,
+                empty.placements,
+                run_check=False,
+                shape=empty.shape,
+                stride=empty.stride(),
             )
         else:
-            values = self._read(tensor, (0,) * empty.dim(), tuple(empty.shape), empty.dtype)
-        return nn.Parameter(values, requires_grad=empty.requires_grad)
+            values = part(((0,) * empty.dim(), tuple(empty.shape)))
+        self._filled[id(empty)] = (empty, nn.Parameter(values, requires_grad=empty.requires_grad))
 
-    def _buffer(self, buffer: Tensor, name: str) -> Tensor:
-        tensor = self._find(name)
-        if tensor is None:
-            return buffer.to(self._device)
-        return self._read(tensor, (0,) * buffer.dim(), tuple(buffer.shape), buffer.dtype)
+    def _part_reader(self, tensor: FolderTensor, dtype: torch.dtype) -> Callable[[_Region], Tensor]:
+        def read(region: _Region) -> Tensor:
+            self._tensors += 1
+            # A copy, so that nothing refers to the mapped file once the reader is closed.
+            part: Tensor = self._reader.read(tensor, *region)
+            return part.to(device=self._device, dtype=dtype, copy=True).contiguous()
 
-    def _read(
-        self, tensor: FolderTensor, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        part: Tensor = self._reader.read(tensor, offsets, sizes)
-        self._tensors += 1
-        # A copy, so that nothing refers to the mapped file once the reader is closed.
-        return part.to(device=self._device, dtype=dtype, copy=True).contiguous()
+        return read
+
+    def _initialise(self, model: nn.Module, missing: dict[str, nn.Parameter]) -> None:
+        for name, value in initial_adapter_values(model):
+            if name in missing:
+                self._fill(missing.pop(name), self._part_of(value))
+        if missing:
+            raise ModelError(
+                f"{listed(list(missing))} are empty and have no weights in the folder.",
+                where=self._source.folder,
+                fix="Build what is added to a lazy model with real values, or build the model with from_pretrained.",
+            )
+
+    def _part_of(self, whole: Tensor) -> Callable[[_Region], Tensor]:
+        def cut(region: _Region) -> Tensor:
+            part = whole[tuple(slice(o, o + n) for o, n in zip(*region, strict=True))]
+            return part.to(device=self._device, copy=True).contiguous()
+
+        return cut
+
+    def _load_buffers(self, model: nn.Module) -> None:
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                tensor = self._find(f"{prefix}.{name}" if prefix else name)
+                whole = ((0,) * buffer.dim(), tuple(buffer.shape))
+                module._buffers[name] = (
+                    buffer.to(self._device) if tensor is None else self._part_reader(tensor, buffer.dtype)(whole)
+                )
 
 
 def _refuse_empty(model: nn.Module, _: object) -> None:

@@ -1,0 +1,65 @@
+"""Which tensor of a Hugging Face folder belongs to which name of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_swift.errors import ModelError
+from lightning_swift.models._folder import FolderTensor
+
+__all__ = ["listed", "match_names"]
+
+# Names shown in an error before the rest is only counted.
+_SHOWN = 8
+
+
+def match_names(model: Any, tensors: Mapping[str, FolderTensor], folder: Path) -> dict[str, FolderTensor]:
+    """Which tensor of the folder each name of ``model`` is, following transformers' own renaming.
+
+    Raises:
+        ModelError: The folder lacks a parameter of the model (under its own or a tied name), or a shape differs.
+    """
+    wanted: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    rename = _renaming(model, wanted)
+    found = {rename(name): tensor for name, tensor in tensors.items()}
+    present = {id(wanted[name]) for name in found if name in wanted}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = sorted(name for name, value in parameters.items() if id(value) not in present)
+    if missing:
+        raise ModelError(
+            f"the folder has no weights for {listed(missing)} of {type(model).__name__}.",
+            where=str(folder),
+            fix="Load it with from_pretrained, which converts or newly initialises them, or choose another auto_class.",
+        )
+    wrong = [name for name in sorted(found) if name in wanted and found[name].shape != tuple(wanted[name].shape)]
+    if wrong:
+        shapes = f"{wrong[0]!r} is {list(found[wrong[0]].shape)} in the folder and {list(wanted[wrong[0]].shape)}"
+        raise ModelError(
+            f"{len(wrong)} tensors have another shape in the folder: {shapes} in the model.",
+            where=str(folder),
+            fix="Remove the configuration override that changes this size, or correct config.json.",
+        )
+    return found
+
+
+def _renaming(model: Any, wanted: Mapping[str, Tensor]) -> Callable[[str], str]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    # Transforms that merge or split tensors are left out: what needs them is reported as missing.
+    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    known = dict(wanted)
+
+    def rename(name: str) -> str:
+        return name if name in known else str(rename_source_key(name, renamings, [], model.base_model_prefix, known)[0])
+
+    return rename
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
