@@ -37,7 +37,10 @@ class _Factory:
         self.__name__ = name
 
     def __call__(self, **init_args: Any) -> object:
-        return getattr(import_module(self._module), self.__name__)(**init_args)
+        strategy: Any = getattr(import_module(self._module), self.__name__)(**init_args)
+        # Nobody chose its options, so the Trainer's may decide where they would otherwise contradict.
+        strategy.chosen_by_name = True
+        return strategy
 
 
 class _AfterExec(importlib.abc.Loader):

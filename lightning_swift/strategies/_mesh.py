@@ -1,0 +1,214 @@
+"""The mesh engine: one Lightning strategy over a device mesh with named axes, of which the public ones are presets."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_swift.errors import ModelError
+from lightning_swift.models.lazy import is_lazy, load_lazy_weights
+from lightning_swift.parallel.agreement import copy_from_first_rank
+from lightning_swift.parallel.apply import choose_blocks, compile_blocks
+from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
+from lightning_swift.parallel.dtypes import cast_parameters, check_masters
+from lightning_swift.parallel.memory import return_freed_memory
+from lightning_swift.parallel.mesh import MeshSizes, build_mesh, data_parallel_rank
+from lightning_swift.parallel.sharding import device_of_shards, reshard, shard, sharded_roots
+from lightning_swift.strategies._checkpointing import ShardedCheckpointing
+from lightning_swift.strategies._options import MeshOptions
+from lightning_swift.strategies._precision import MeshPrecision, agree
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["MeshStrategy"]
+
+# Under this name the LightningModule remembers what it was sharded with.
+_APPLIED = "_lightning_swift_applied"
+
+
+class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
+    """Applies parallelism to an unchanged LightningModule.
+
+    Args:
+        options: What the preset asks for.
+
+    Attributes:
+        activation_checkpointing: Set by the callback of that name before the model is set up.
+        chosen_by_name: True if the strategy was built from its registered name, so that the Trainer's precision
+            decides between the BF16 ones.
+    """
+
+    def __init__(self, options: MeshOptions) -> None:
+        self.options = options
+        self.activation_checkpointing: CheckpointingSettings | None = None
+        self.chosen_by_name = False
+        super().__init__(
+            process_group_backend=options.process_group_backend, timeout=timedelta(seconds=options.timeout)
+        )
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return MeshPrecision(self.options.precision)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning lets a plugin stored here win over Trainer(precision=...) silently, so none is.
+        self._precision_plugin = None
+        if precision_plugin is not None:
+            name = type(self).__name__
+            chosen = agree(name, self.options.precision, precision_plugin, by_name=self.chosen_by_name)
+            self.options = replace(self.options, precision=chosen)
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """Number of ranks along each axis of the mesh."""
+        return self.options.sizes(self.world_size)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh_sizes.data_parallel, "rank": data_parallel_rank(self.device_mesh)}
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        # The first moment at which the number of ranks is known: sizes that do not fit are refused here.
+        self.options.sizes(self.num_nodes * self.num_processes)
+
+    @override
+    def setup_environment(self) -> None:
+        return_freed_memory()
+        self._setup_distributed()
+        self._device_mesh = build_mesh(self.mesh_sizes, self.root_device.type)
+        assert self.lightning_module is not None
+        # Lightning's own place for it: `self.device_mesh` in the LightningModule.
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        if not self._is_applied(self.lightning_module):
+            self._apply(self.lightning_module)
+        self.barrier()
+        _evaluate_under_no_grad(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_masters(self.lightning_module, self.options.policy)
+            self.setup_optimizers(trainer)
+            rank_zero_info(f"{type(self).__name__}: {self.options.policy}, mesh {self.mesh_sizes}")
+        self.setup_precision_plugin()
+
+    def _apply(self, module: pl.LightningModule) -> None:
+        """The order of transforms. The model has been built; tensor parallelism will come before checkpointing."""
+        blocks = choose_blocks(module, self.options.block_classes)
+        self._report_casts(cast_parameters(module, self.options.policy))
+        copy_from_first_rank(module, self.device_mesh, self.root_device)
+        if self.activation_checkpointing is not None:
+            apply_checkpointing(module, self.activation_checkpointing)
+        compile_blocks(blocks, self.options.compile)
+        shard(module, self.device_mesh, self.options.sharding, blocks)
+        if is_lazy(module):
+            load_lazy_weights(module, device=device_of_shards(self.root_device, self.options.sharding))
+        self._finish(module, len(blocks))
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: ``fully_shard`` and the loader have put every tensor where it belongs."""
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        if not self.options.accumulate_without_sync:
+            yield
+            return
+        assert self.lightning_module is not None
+        roots = sharded_roots(self.lightning_module)
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._resharded(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._resharded(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._resharded(super().predict_step(*args, **kwargs))
+
+    def _resharded(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
+        # Without a backward pass the outermost groups stay gathered, and a checkpoint would not find the shards.
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        return output
+
+    def _is_applied(self, module: pl.LightningModule) -> bool:
+        applied = module.__dict__.get(_APPLIED)
+        if applied is None and sharded_roots(module):
+            raise ModelError(
+                "the model has been sharded by fully_shard already.",
+                where=type(module).__name__,
+                fix=f"Build the plain model in configure_model; {type(self).__name__} shards it.",
+            )
+        current = (self.options.sharding, self.mesh_sizes)
+        if applied is not None and applied != current:
+            raise ModelError(
+                f"the model was set up with {applied} and cannot be set up again with {current}.",
+                where=type(module).__name__,
+                fix="Make a new LightningModule, or use the same strategy options.",
+            )
+        return applied is not None
+
+    def _report_casts(self, changed: int) -> None:
+        if changed:
+            rank_zero_info(
+                f"{type(self).__name__}: {changed} parameters were cast to {self.options.policy.master_dtype}, "
+                f"in which precision={self.options.precision!r} keeps them."
+            )
+
+    def _finish(self, module: pl.LightningModule, blocks: int) -> None:
+        setattr(module, _APPLIED, (self.options.sharding, self.mesh_sizes))
+        _move_the_rest(module, self.root_device)
+        if not blocks:
+            rank_zero_warn(
+                f"{type(module).__name__}: no repeated blocks were found, so each child is gathered as a whole. Name "
+                "the classes of its blocks with block_classes to save memory."
+            )
+
+
+def _move_the_rest(module: pl.LightningModule, device: Any) -> None:
+    """Buffers and parameterless children (metrics), which no group moves, and Lightning's own note of the device."""
+    for part in module.modules():
+        if next(part.parameters(), None) is None:
+            part.to(device)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device != device:
+                part._buffers[name] = buffer.to(device)
+    module._device = device
+
+
+def _evaluate_under_no_grad(trainer: pl.Trainer) -> None:
+    """Gathered parameters made under ``inference_mode`` could not be trained on afterwards (pytorch 197327)."""
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        loop.inference_mode = False

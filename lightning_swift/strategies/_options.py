@@ -1,0 +1,72 @@
+"""The options of the mesh engine as one checked value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_swift.errors import ConfigurationError
+from lightning_swift.parallel.apply import check_backend
+from lightning_swift.parallel.dtypes import PrecisionName, PrecisionPolicy, ReduceName
+from lightning_swift.parallel.mesh import AxisSize, MeshSizes, check_axis_size
+from lightning_swift.parallel.sharding import Reshard, ShardingSettings
+
+__all__ = ["MeshOptions"]
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """What a preset asks of the engine. :class:`FSDPBF16Strategy` documents each option.
+
+    Raises:
+        ConfigurationError: A value is not allowed, or two contradict each other.
+    """
+
+    precision: PrecisionName = "bf16-mixed"
+    data_parallel_shard: AxisSize = "auto"
+    data_parallel_replicate: AxisSize = 1
+    reduce_dtype: ReduceName = "float32"
+    cpu_offload: bool = False
+    reshard_after_forward: Reshard = "auto"
+    accumulate_without_sync: bool = False
+    compile: str | None = None
+    block_classes: tuple[str, ...] | None = None
+    process_group_backend: str | None = None
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        self.policy  # noqa: B018  # checks the precision and the reduction against each other
+        check_axis_size("data_parallel_shard", self.data_parallel_shard)
+        check_axis_size("data_parallel_replicate", self.data_parallel_replicate)
+        check_backend(self.compile)
+        if self.reshard_after_forward not in (True, False, "auto"):
+            raise ConfigurationError(
+                f'reshard_after_forward={self.reshard_after_forward!r} is not true, false or "auto".', where="options"
+            )
+        if self.block_classes is not None and not self.block_classes:
+            raise ConfigurationError(
+                "block_classes=[] would leave the model in one piece.",
+                where="options",
+                fix="Leave it out to have the blocks found, or name their classes.",
+            )
+        if not self.timeout > 0:
+            raise ConfigurationError(f"timeout={self.timeout!r} must be a positive number of seconds.", where="options")
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The dtypes of the precision."""
+        return PrecisionPolicy(self.precision, self.reduce_dtype)
+
+    @property
+    def sharding(self) -> ShardingSettings:
+        """What ``fully_shard`` needs to know."""
+        return ShardingSettings(self.policy, self.cpu_offload, self.reshard_after_forward)
+
+    def sizes(self, world_size: int) -> MeshSizes:
+        """The mesh on ``world_size`` ranks.
+
+        Raises:
+            ConfigurationError: The sizes do not fit.
+        """
+        return MeshSizes.resolve(
+            world_size, shard=self.data_parallel_shard, replicate=self.data_parallel_replicate, pp=1, tp=1
+        )

@@ -1,0 +1,67 @@
+"""The precision plugin of the mesh engine, and the check of what the Trainer was asked for against it."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_swift.errors import ConfigurationError
+from lightning_swift.parallel.dtypes import PrecisionName
+from lightning_swift.parallel.gradients import clip_by_norm, clip_by_value
+
+__all__ = ["MeshPrecision", "agree"]
+
+# What Lightning makes of Trainer(precision=...); anything else was made by the user.
+_FROM_TRAINER = (Precision, HalfPrecision, MixedPrecision)
+# Lightning does not tell its default from an explicit "32-true".
+_DEFAULT = "32-true"
+
+
+class MeshPrecision(Precision):
+    """Leaves casting to ``fully_shard`` (no autocast) and clips gradients whatever meshes they lie on."""
+
+    def __init__(self, precision: PrecisionName) -> None:
+        self.precision = precision
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_norm(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(self.main_params(optimizer), clip_val)
+
+
+def agree(strategy: str, own: PrecisionName, plugin: Precision, *, by_name: bool) -> PrecisionName:
+    """The precision to use, given the strategy's and the plugin that Lightning made for the Trainer's.
+
+    Args:
+        strategy: Name of the strategy, for messages.
+        own: The strategy's precision.
+        plugin: What Lightning would have used.
+        by_name: The strategy was named, not built, so that nobody has chosen its precision; then the Trainer may.
+
+    Raises:
+        ConfigurationError: The Trainer asks for something else.
+    """
+    if type(plugin) not in (*_FROM_TRAINER, MeshPrecision):
+        raise ConfigurationError(
+            f"the plugin {type(plugin).__name__} would not be used: {strategy} brings its own precision.",
+            where="Trainer(plugins=...)",
+            fix=f"Leave it out and choose by {strategy}(precision=...).",
+        )
+    asked = str(plugin.precision)
+    if asked in (own, _DEFAULT):
+        return own
+    if by_name and asked in get_args(PrecisionName):
+        allowed: PrecisionName = "bf16-true" if asked == "bf16-true" else "bf16-mixed"
+        return allowed
+    raise ConfigurationError(
+        f'Trainer(precision="{asked}") contradicts {strategy}(precision="{own}").',
+        where="precision",
+        fix=f"Leave the Trainer's precision out and choose by {strategy}(precision=...): "
+        f"{', '.join(get_args(PrecisionName))}.",
+    )

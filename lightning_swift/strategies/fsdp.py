@@ -1,0 +1,74 @@
+"""FSDP2 with BF16 compute and FP32 master weights: the preset most users want."""
+
+from __future__ import annotations
+
+from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
+from lightning_swift.parallel.mesh import AxisSize
+from lightning_swift.parallel.sharding import Reshard
+from lightning_swift.strategies._mesh import MeshStrategy
+from lightning_swift.strategies._options import MeshOptions
+
+__all__ = ["FSDPBF16Strategy"]
+
+
+class FSDPBF16Strategy(MeshStrategy):
+    """Shards parameters, gradients and optimizer state of any LightningModule over all ranks.
+
+    Also by name: ``Trainer(strategy="swift_fsdp_bf16")``, which means BF16.
+
+    Args:
+        precision: ``"bf16-mixed"``: BF16 compute with FP32 master weights and moments. ``"bf16-true"``: weights and
+            moments in BF16 too, half the memory, less exact. ``"32-true"``: everything in FP32.
+        data_parallel_shard: Number of ranks that one copy of the model is cut over; ``"auto"`` for all that
+            ``data_parallel_replicate`` leaves.
+        data_parallel_replicate: Number of such copies. More than 1 (hybrid sharding) confines the gathering of
+            parameters to groups of ``data_parallel_shard`` neighbouring ranks, such as those of one machine, at the
+            price of that many times more memory.
+        reduce_dtype: Dtype in which gradients are summed over ranks. ``"bfloat16"`` halves that traffic and loses
+            precision.
+        cpu_offload: Keep shards, gradients and optimizer state in host memory; the optimizer then runs there.
+        reshard_after_forward: Free gathered parameters after the forward pass; False trades memory for one gathering
+            less. ``"auto"`` keeps only the head and the outermost group, which the backward pass needs at once.
+        accumulate_without_sync: With ``accumulate_grad_batches``, reduce gradients only with the last micro-batch.
+            Saves traffic and costs one whole unsharded gradient (in ``reduce_dtype``) on every rank.
+        compile: Backend for ``torch.compile`` of each block (``"inductor"``, ``"aot_eager"``), or None.
+        block_classes: Names of the classes to gather and compile one by one, where the repeated blocks that are
+            found automatically are not the right ones.
+        process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
+        timeout: Seconds after which a collective that not all ranks have joined is an error.
+
+    Raises:
+        ConfigurationError: A value that is not allowed, or options that contradict each other, the Trainer's
+            precision or the number of ranks.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "bf16-mixed",
+        *,
+        data_parallel_shard: AxisSize = "auto",
+        data_parallel_replicate: AxisSize = 1,
+        reduce_dtype: ReduceName = "float32",
+        cpu_offload: bool = False,
+        reshard_after_forward: Reshard = "auto",
+        accumulate_without_sync: bool = False,
+        compile: str | None = None,
+        block_classes: list[str] | None = None,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__(
+            MeshOptions(
+                precision=precision,
+                data_parallel_shard=data_parallel_shard,
+                data_parallel_replicate=data_parallel_replicate,
+                reduce_dtype=reduce_dtype,
+                cpu_offload=cpu_offload,
+                reshard_after_forward=reshard_after_forward,
+                accumulate_without_sync=accumulate_without_sync,
+                compile=compile,
+                block_classes=None if block_classes is None else tuple(block_classes),
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+            )
+        )
