@@ -1,9 +1,247 @@
-"""Sharded checkpoints of the mesh engine."""
+"""Sharded checkpoints for any strategy of parallel processes: what Lightning calls to save and to resume."""
 
 from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_swift.checkpoint import commit
+from lightning_swift.checkpoint.faults import faultpoint
+from lightning_swift.checkpoint.layout import META, MODEL_PREFIX, Manifest, RunRecord
+from lightning_swift.checkpoint.safe_load import check_hashes, verify
+from lightning_swift.checkpoint.sharded import Description, load_into, load_meta, read_index, save
+from lightning_swift.checkpoint.together import Ranks, Together
+from lightning_swift.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_swift.strategies._checkpoint_file import load_file
+from lightning_swift.strategies._checkpoint_huggingface import find_model, tokenizer_of
+from lightning_swift.strategies._checkpoint_meta import readable_meta
+from lightning_swift.strategies._checkpoint_state import (
+    Request,
+    clean,
+    model_state,
+    optimizer_state,
+    tied_names,
+    without_aliases,
+)
+from lightning_swift.strategies._resume import NothingToRestore, restarted, source_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 __all__ = ["ShardedCheckpointing"]
 
 
-class ShardedCheckpointing:
-    """Mixin for strategies that save their shards; Lightning's own methods for now."""
+class ShardedCheckpointing(ParallelStrategy):
+    """Mixin that saves each rank's shards by the commit protocol and loads them at any number of ranks.
+
+    It goes before the strategy's own base class. It needs ``lightning_module``, ``optimizers`` and, for the mesh
+    sizes in the manifest, ``device_mesh``.
+    """
+
+    _run: RunRecord | None = None
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The shards must exist before they are filled."""
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """``load_checkpoint`` fills the optimizers."""
+        return False
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._run_record()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return model_state(self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return optimizer_state(self._module, raw)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write and commit ``checkpoint`` as a directory; every rank calls it."""
+        if storage_options is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} writes shards to a local or mounted directory and takes no storage_options.",
+                where="save_checkpoint",
+            )
+        ranks = Ranks.current()
+        path = Path(os.path.abspath(ranks.broadcast(filepath)))
+        module, rest = self._module, dict(checkpoint)
+        weights = {clean(name): value for name, value in rest.pop("state_dict").items()}
+        optimizers = rest.pop("optimizer_states", None)
+        kept, tied = without_aliases(weights, tied_names(module))
+        with Together(ranks, "checking the state", path):
+            meta = readable_meta(rest) if ranks.rank == 0 else {}
+        model = find_model(module)
+        save(
+            path,
+            state=_prefixed(kept, optimizers or []),
+            meta=meta,
+            description=replace(
+                self._describe(),
+                global_step=int(checkpoint.get("global_step", 0)),
+                tied=tied,
+                huggingface=None if model is None else model.path,
+                adapters=None if model is None else model.adapters,
+                weights_only=optimizers is None,
+            ),
+            extra_files=None if model is None else lambda d: model.write_files(d, tokenizer_of(module)),
+        )
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill the model and, in a fit, the optimizers; return the rest for Lightning. Every rank calls it.
+
+        Only safe types are read, whatever ``weights_only`` says: types of your own are allowed by
+        ``torch.serialization.add_safe_globals``.
+
+        Raises:
+            CheckpointError: Of the kind that tells what is wrong with the checkpoint.
+        """
+        source = source_of(self._trainer, checkpoint_path)
+        if source is None:
+            return NothingToRestore()
+        if source.is_file():
+            meta = load_file(source, self._module, self._fitted_optimizers, strict=self._module.strict_loading)
+            weights_alone = "optimizer_states" not in meta
+        else:
+            manifest = _verified(source)
+            self._fill(source, manifest)
+            meta = load_meta(source)
+            weights_alone = manifest.weights_only
+            if self._fitting and not weights_alone:
+                self._run = manifest.run
+        if not (self._fitting and weights_alone):
+            return meta
+        rank_zero_info(f"{source} holds weights alone: they are loaded, and training starts from its first step.")
+        return restarted(meta)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: ``load_checkpoint`` has filled the shards."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: ``load_checkpoint`` has filled the optimizers."""
+
+    @override
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint, on rank 0 only.
+
+        Raises:
+            CheckpointError: The path holds something else than a checkpoint.
+        """
+        faultpoint(commit.POINT_BEFORE_RETENTION)
+        if self.is_global_zero:
+            commit.remove(Path(filepath))
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        return self._module.trainer
+
+    @property
+    def _fitting(self) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _fitted_optimizers(self) -> list[Optimizer]:
+        return self.optimizers if self._fitting else []
+
+    def _fill(self, source: Path, manifest: Manifest) -> None:
+        optimizers = [] if manifest.weights_only else self._fitted_optimizers
+        strict = self._module.strict_loading
+        with Together(Ranks.current(), "preparing to load", source):
+            request = Request(self._module, optimizers, read_index(source), manifest.tied)
+        report = load_into(source, request.state, strict=strict, ignore=None if optimizers else _of_optimizer)
+        request.install(frozenset(report.loaded))
+        if report.missing or report.unexpected:
+            rank_zero_info(
+                f"{source}: {len(report.loaded)} names loaded, {len(report.missing)} not in the checkpoint, "
+                f"{len(report.unexpected)} of the checkpoint not used."
+            )
+
+    def _run_record(self) -> RunRecord:
+        """This run's record; made on first use, and kept for as long as the strategy lives. A collective call."""
+        if self._run is None:
+            started = datetime.now(UTC).isoformat(timespec="microseconds")
+            self._run = Ranks.current().broadcast(RunRecord(id=secrets.token_hex(8), started=started))
+        return self._run
+
+    def _describe(self) -> Description:
+        mesh = getattr(self, "device_mesh", None)
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        seen = getattr(self._trainer.datamodule, "samples_seen", None)  # type: ignore[attr-defined]
+        return Description(
+            run=self._run_record(),
+            global_step=0,
+            strategy=type(self).__name__,
+            mesh={name: mesh.size(axis) for axis, name in enumerate(names)} if mesh is not None else {},
+            samples_seen=seen() if callable(seen) else seen,
+        )
+
+
+def _prefixed(weights: Mapping[str, Any], optimizers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    state = {f"{MODEL_PREFIX}{name}": value for name, value in weights.items()}
+    for number, flat in enumerate(optimizers):
+        state |= {f"optimizer_{number}.{name}": value for name, value in flat.items()}
+    return state
+
+
+def _of_optimizer(name: str) -> bool:
+    return name.startswith("optimizer_")
+
+
+def _verified(source: Path) -> Manifest:
+    """Check the whole checkpoint before anything is read from it; the ranks share the hashing between them."""
+    ranks = Ranks.current()
+    with Together(ranks, "verifying", source):
+        try:
+            manifest = verify(source, hashes=False)
+        except CheckpointNotFoundError as error:
+            if (source / META).exists():
+                raise _foreign(source) from error
+            raise
+        by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
+        mine = {name: manifest.files[name] for name in by_size[ranks.rank :: ranks.size]}
+        check_hashes(source, replace(manifest, files=mine))
+    return manifest
+
+
+def _foreign(source: Path) -> CheckpointError:
+    return CheckpointError(
+        "a sharded checkpoint of another strategy is here: it has no manifest, so nothing tells whether it is whole.",
+        where=str(source),
+        fix="Turn it into a file with `python -m lightning.fabric.utilities.consolidate_checkpoint DIR` and resume "
+        "from that.",
+    )
