@@ -17,7 +17,10 @@ LEVELS = [
     ["models", "data"],
     ["strategies"],
     ["callbacks"],
-    ["cli", "_commands", "_training_cli", "__main__"],
+    [
+        *["cli", "_commands", "_training_cli", "__main__"],
+        *["_config_check", "_config_sources", "_dry_run", "_signatures", "_tiny"],
+    ],
 ]
 NO_LIGHTNING = {"parallel", "adapters", "planner", "checkpoint"}
 OPTIONAL = {"deepspeed", "bitsandbytes", "peft", "datasets"}

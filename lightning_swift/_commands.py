@@ -1,0 +1,190 @@
+"""The commands that do not train: their options, what they call, what they print.
+
+Nothing heavy is imported here: ``merge``, ``inspect`` and ``recipes`` never load torch or Lightning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from lightning_swift import __version__
+
+__all__ = ["add_commands", "version"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_Commands = Any  # argparse does not export the type that add_subparsers returns
+
+
+def version() -> str:
+    """The line that ``--version`` prints."""
+    parts = [f"lightning-swift {__version__}"]
+    for package in ("lightning", "torch", "transformers"):
+        try:
+            parts.append(f"{package} {installed_version(package)}")
+        except PackageNotFoundError:
+            parts.append(f"{package} is not installed")
+    return ", ".join(parts)
+
+
+def add_commands(commands: _Commands) -> None:
+    """Add ``merge``, ``export``, ``inspect``, ``generate`` and ``recipes`` to the sub-commands of a parser."""
+    _add_merge(commands)
+    _add_export(commands)
+    _add_inspect(commands)
+    _add_generate(commands)
+    _add_recipes(commands)
+
+
+def _add(
+    commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], *, help: str, more: str = ""
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=f"{help[0].upper()}{help[1:]}. {more}".strip(), allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_checkpoint_and_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a sharded checkpoint (NAME.ckpt/)")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the folder to write; must be new or empty")
+    parser.add_argument("--dtype", choices=_DTYPES, help="convert the weights (default: as they are stored)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest safetensors file (default: %(default)s)"
+    )
+
+
+def _add_merge(commands: _Commands) -> None:
+    parser = _add(
+        commands,
+        "merge",
+        _merge,
+        help="turn a sharded checkpoint into a Hugging Face safetensors folder",
+        more="Reads and writes piece by piece in little memory, on any machine, without torch.",
+    )
+    _add_checkpoint_and_output(parser)
+    parser.add_argument(
+        "--no-verify-hashes",
+        dest="verify_hashes",
+        action="store_false",
+        help="skip comparing every file with its hash in the manifest (sizes and names are still checked)",
+    )
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from lightning_swift.checkpoint.merge import merge_checkpoint
+
+    merge_checkpoint(
+        options.checkpoint,
+        options.output,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        verify_hashes=options.verify_hashes,
+    )
+    print(f"merged {options.checkpoint} into {options.output} ({_size_of(options.output)})")
+    return 0
+
+
+def _add_export(commands: _Commands) -> None:
+    parser = _add(
+        commands,
+        "export",
+        _export,
+        help="make a folder that inference engines load, and check it",
+        more="The folder is loaded again in a fresh process and has to give the checkpoint's own logits.",
+    )
+    _add_checkpoint_and_output(parser)
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "adapter"),
+        default="safetensors",
+        help="whole model, or LoRA adapter only (default: %(default)s)",
+    )
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="skip loading the folder again")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from lightning_swift.checkpoint.export import export_checkpoint
+
+    report = export_checkpoint(
+        options.checkpoint,
+        options.output,
+        format=options.format,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        verify=options.verify,
+    )
+    print(f"exported {options.checkpoint} to {options.output} ({_size_of(options.output)})")
+    print(report)
+    return 0
+
+
+def _add_inspect(commands: _Commands) -> None:
+    parser = _add(commands, "inspect", _inspect, help="say what is in a checkpoint and whether it is whole")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a sharded checkpoint (NAME.ckpt/)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from lightning_swift.checkpoint.inspect import describe
+
+    description = describe(options.checkpoint)
+    if options.json:
+        print(json.dumps(description, indent=1))
+        return 0
+    for key, value in description.items():
+        print(f"{key.replace('_', ' ') + ':':<20}{_one_line(value)}")
+    return 0
+
+
+def _add_generate(commands: _Commands) -> None:
+    parser = _add(commands, "generate", _generate, help="let an exported model answer a prompt")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face model folder")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to answer; `-` reads standard input")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="tokens to generate at most (default: %(default)s)"
+    )
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from lightning_swift.models.generation import generate
+
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    print(generate(options.folder, prompt, max_new_tokens=options.max_new_tokens))
+    return 0
+
+
+def _add_recipes(commands: _Commands) -> None:
+    parser = _add(commands, "recipes", _recipes, help="list the shipped recipes with their measured memory and time")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from lightning_swift._shipped import recipes
+
+    found = recipes()
+    if options.json:
+        listed = {r.name: {"path": str(r.path), "purpose": r.purpose, "measured": r.measured} for r in found}
+        print(json.dumps({"recipes": listed}, indent=1))
+        return 0
+    for recipe in found:
+        print(f"{recipe.name}\n    {recipe.purpose}\n    measured: {recipe.measured or 'not yet'}\n    {recipe.path}")
+    print("\nRun one with: lightning-swift fit --config NAME [--trainer.max_steps 100 ...]")
+    print("Try one on a laptop with: lightning-swift fit --config NAME --dry_run true")
+    return 0
+
+
+def _size_of(folder: Path) -> str:
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _one_line(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

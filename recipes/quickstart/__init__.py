@@ -1,0 +1,1 @@
+"""The quickstart: fine-tune a real small model on real text, then merge, check, export and try it."""
