@@ -1,8 +1,9 @@
 """Step time of ``FSDPBF16Strategy`` under the Trainer beside a hand-written FSDP2 loop and Lightning's own strategies.
 
-Every round runs all contenders once in the same processes, in an order that changes, and the ratio to the
-hand-written loop is taken within the round; the table has the median over the rounds.
-``python -m benchmarks.step_time``
+Every contender runs in processes of its own, because what a strategy sets in its process (the memory allocator, say)
+would otherwise help or hinder the others. Every round runs all of them, in an order that changes, and the ratio to
+the hand-written loop is taken within the round; the table has the median over the rounds. CPU seconds are those of
+one rank; on a busy machine they say more than the wall clock. ``python -m benchmarks.step_time``
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.launch import report, table, torchrun
@@ -19,57 +22,74 @@ from benchmarks.workload import Module, Workload, loader
 
 WORKLOAD = Workload(hidden=512, layers=6, vocab=8192, batch=2, length=256)
 WARM_UP = 2
-BASELINE = "hand-written FSDP2 loop"
-OURS = "Trainer + FSDPBF16Strategy"
+CONTENDERS = {
+    "by_hand": "hand-written FSDP2 loop",
+    "ours": "Trainer + FSDPBF16Strategy",
+    "model_parallel": "Trainer + ModelParallelStrategy (user shards)",
+    "ddp": "Trainer + DDP, bf16-mixed",
+}
 
 
 def main() -> None:
     """Launch the workers and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of each contender in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each contender in a round")
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     args = parser.parse_args()
-    rounds = torchrun("benchmarks.step_time", args.ranks, ["--rounds", str(args.rounds), "--steps", str(args.steps)])
-    rows = []
-    for name in rounds[0]:
-        ratios = [r[name] / r[BASELINE] for r in rounds]
-        seconds = statistics.median(r[name] for r in rounds)
-        rows.append(
-            (name, f"{seconds:.3f}", f"{statistics.median(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}")
-        )
+    rounds: list[dict[str, Any]] = []
+    for index in range(args.rounds):
+        order = args.only[index % len(args.only) :] + args.only[: index % len(args.only)]
+        rounds.append({name: torchrun("benchmarks.step_time", args.ranks, [name, str(args.steps)]) for name in order})
     table(
         f"Step time, {args.ranks} CPU ranks, median of {len(rounds)} paired rounds",
-        ["contender", "seconds per step", "ratio", "range of ratios"],
-        rows,
+        ["contender", "wall s", "ratio", "range", "CPU s", "ratio"],
+        [_row(name, rounds) for name in args.only],
+    )
+
+
+def _row(name: str, rounds: list[dict[str, Any]]) -> tuple[str, ...]:
+    wall, cpu = ([r[name][kind] / r["by_hand"][kind] for r in rounds] for kind in ("wall", "cpu"))
+    seconds = [statistics.median(r[name][kind] for r in rounds) for kind in ("wall", "cpu")]
+    return (
+        CONTENDERS[name],
+        f"{seconds[0]:.3f}",
+        f"{statistics.median(wall):.3f}",
+        f"{min(wall):.3f} to {max(wall):.3f}",
+        f"{seconds[1]:.3f}",
+        f"{statistics.median(cpu):.3f}",
     )
 
 
 def worker() -> None:
-    """Run the rounds in this rank."""
+    """Run one contender in this rank."""
     import torch
     import torch.distributed as dist
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--steps", type=int)
-    args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    contenders: dict[str, Callable[[int], float]] = {
-        BASELINE: _by_hand,
-        OURS: _ours,
-        "Trainer + ModelParallelStrategy (user shards)": _model_parallel,
-        "Trainer + DDP, bf16-mixed": _ddp,
+    run: dict[str, Callable[[int], Clock]] = {
+        "by_hand": _by_hand,
+        "ours": _ours,
+        "model_parallel": _model_parallel,
+        "ddp": _ddp,
     }
-    rounds = []
-    for index in range(args.rounds):
-        names = list(contenders)
-        order = names[index % len(names) :] + names[: index % len(names)]
-        times = {name: contenders[name](args.steps) for name in order}
-        rounds.append({name: times[name] for name in names})
-    report(rounds)
+    clock = run[sys.argv[1]](int(sys.argv[2]))
+    report({"wall": _median_gap(clock.wall), "cpu": _median_gap(clock.cpu)})
     dist.destroy_process_group()
+
+
+@dataclass
+class Clock:
+    """Wall and CPU time at the end of each step."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def tick(self) -> None:
+        self.wall.append(time.perf_counter())
+        self.cpu.append(time.process_time())
 
 
 def _shard(model: Any, mesh: Any) -> None:
@@ -90,7 +110,7 @@ def _data(steps: int) -> Any:
     return loader(WORKLOAD, steps + WARM_UP, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
-def _by_hand(steps: int) -> float:
+def _by_hand(steps: int) -> Clock:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -98,24 +118,24 @@ def _by_hand(steps: int) -> float:
     model = WORKLOAD.model()
     _shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    marks = []
+    clock = Clock()
     for batch in _data(steps):
         loss = model(**batch).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        marks.append(time.perf_counter())
-    return _median_gap(marks)
+        clock.tick()
+    return clock
 
 
-def _fit(steps: int, strategy: Any, *, shard: Any = None, precision: Any = None) -> float:
+def _fit(steps: int, strategy: Any, *, shard: Any = None, precision: Any = None) -> Clock:
     import lightning as L
 
-    marks: list[float] = []
+    clock = Clock()
 
-    class Clock(L.Callback):
+    class Ticks(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            marks.append(time.perf_counter())
+            clock.tick()
 
     trainer = L.Trainer(
         accelerator="cpu",
@@ -128,19 +148,19 @@ def _fit(steps: int, strategy: Any, *, shard: Any = None, precision: Any = None)
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Clock()],
+        callbacks=[Ticks()],
     )
     trainer.fit(Module(WORKLOAD, shard=shard), _data(steps))
-    return _median_gap(marks)
+    return clock
 
 
-def _ours(steps: int) -> float:
+def _ours(steps: int) -> Clock:
     from lightning_swift import FSDPBF16Strategy
 
     return _fit(steps, FSDPBF16Strategy())
 
 
-def _model_parallel(steps: int) -> float:
+def _model_parallel(steps: int) -> Clock:
     import torch.distributed as dist
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -148,7 +168,7 @@ def _model_parallel(steps: int) -> float:
     return _fit(steps, strategy, shard=lambda model, mesh: _shard(model, mesh["data_parallel"]))
 
 
-def _ddp(steps: int) -> float:
+def _ddp(steps: int) -> Clock:
     return _fit(steps, "ddp", precision="bf16-mixed")
 
 
