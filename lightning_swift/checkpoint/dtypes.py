@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["ITEM_SIZES", "SAFETENSORS_NAMES"]
+from typing import TypeAlias
+
+__all__ = ["FLOATS", "ITEM_SIZES", "SAFETENSORS_NAMES", "Block"]
+
+Block: TypeAlias = bytes | memoryview
+"""Some consecutive bytes of a tensor."""
 
 ITEM_SIZES = {
     "complex128": 16,
@@ -36,3 +41,6 @@ SAFETENSORS_NAMES = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 """Names in the header of a safetensors file; a dtype that is not here cannot be written to one."""
+
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""The dtypes a cast applies to; every other one is copied as it is."""

@@ -12,6 +12,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_swift.checkpoint.distcp import CheckpointIndex, read_index
@@ -26,7 +27,7 @@ from lightning_swift.checkpoint.layout import (
 )
 from lightning_swift.errors import CheckpointCorruptError, UnsafeCheckpointError
 
-__all__ = ["check_hashes", "verify"]
+__all__ = ["check_hashes", "hashing_meanwhile", "verify"]
 
 _BLOCK = 1 << 18
 _FIX = "Use another checkpoint of the run."
@@ -79,6 +80,32 @@ def check_hashes(directory: Path, manifest: Manifest, *, stop: threading.Event |
             except BaseException:
                 stop.set()
                 raise
+
+
+@contextmanager
+def hashing_meanwhile(checkpoint: Path, manifest: Manifest, *, enabled: bool) -> Iterator[None]:
+    """Check the hashes in other threads while the block runs.
+
+    Args:
+        checkpoint: The checkpoint.
+        manifest: Its manifest; names and sizes have been checked.
+        enabled: False does nothing.
+
+    Raises:
+        CheckpointCorruptError: At the end of the block, if a file's content is not what was saved.
+    """
+    if not enabled:
+        yield
+        return
+    stop = threading.Event()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        result = pool.submit(check_hashes, checkpoint, manifest, stop=stop)
+        try:
+            yield
+        except BaseException:
+            stop.set()
+            raise
+        result.result()
 
 
 def _check_hash(path: Path, record: FileRecord, stop: threading.Event) -> None:

@@ -1,0 +1,176 @@
+"""Turns a sharded checkpoint into a Hugging Face folder: streaming, without torch, in a few dozen megabytes of memory.
+
+Every byte written is read once from a ``.distcp`` file. Hashes are checked meanwhile by other threads, which read the
+files as well (from the page cache, as a rule); the folder appears under its name only when they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lightning_swift.checkpoint.distcp import CheckpointIndex, TensorEntry, read_index
+from lightning_swift.checkpoint.dtypes import FLOATS, Block
+from lightning_swift.checkpoint.faults import faultpoint
+from lightning_swift.checkpoint.huggingface_files import copy_companions, read_config, write_config
+from lightning_swift.checkpoint.layout import Manifest
+from lightning_swift.checkpoint.output import POINT_BEFORE_COMMIT, fresh_folder
+from lightning_swift.checkpoint.safe_load import hashing_meanwhile, verify
+from lightning_swift.checkpoint.safetensors_writer import OutputTensor, parse_size, write_weights
+from lightning_swift.checkpoint.selection import is_untied, model_tensors
+from lightning_swift.checkpoint.stream import Shards
+from lightning_swift.errors import ConfigurationError, ExportError
+
+if TYPE_CHECKING:
+    from lightning_swift.checkpoint.lora import AdaptedWeight
+
+__all__ = ["FAULTPOINTS", "POINT_BEFORE_CONFIG", "POINT_TENSOR", "MergeDType", "MergeReport", "merge_checkpoint"]
+
+MergeDType = Literal["float32", "bfloat16", "float16"]
+
+POINT_TENSOR = "merge-tensor"
+POINT_BEFORE_CONFIG = "merge-before-config"
+FAULTPOINTS = (POINT_TENSOR, POINT_BEFORE_CONFIG, POINT_BEFORE_COMMIT)
+"""Every point of a merge where a test may strike, in order."""
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge has written.
+
+    Args:
+        output: The folder.
+        files: Names of the weight files (and their index).
+        tensors: Number of tensors.
+        parameters: Number of elements.
+        nbytes: Bytes of tensor data.
+        dtype: Dtype of most of the floating-point bytes; None if there are none.
+        adapter: Name of the adapter that was merged into the weights, or None.
+        hashes_verified: Whether the SHA-256 of every file of the checkpoint was compared.
+    """
+
+    output: Path
+    files: tuple[str, ...]
+    tensors: int
+    parameters: int
+    nbytes: int
+    dtype: str | None
+    adapter: str | None
+    hashes_verified: bool
+
+
+def merge_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    dtype: MergeDType | None = None,
+    max_shard_size: str = "5GB",
+    verify_hashes: bool = True,
+) -> MergeReport:
+    """Write the weights of ``checkpoint`` as safetensors, with the config and tokenizer files that belong to them.
+
+    The Hugging Face model of the checkpoint is written under its own names; a module that holds none is written whole
+    to ``model.safetensors``. LoRA adapters are merged into the weights. Optimizer state is left out.
+
+    Args:
+        checkpoint: A checkpoint directory.
+        output: Folder to make; must not exist, or be empty. It appears at once and whole, or not at all.
+        dtype: Cast floating-point tensors (round to nearest even); None keeps the bytes as they are.
+        max_shard_size: Most bytes of tensor data per file, such as ``"5GB"`` or ``"500MiB"``.
+        verify_hashes: Compare the SHA-256 of every file of the checkpoint. Names, sizes and structure always are.
+
+    Raises:
+        CheckpointError: The checkpoint is not whole, or unsafe.
+        ConfigurationError: ``dtype`` or ``max_shard_size`` is not allowed.
+        ExportError: The output exists, or the model cannot be written this way.
+    """
+    limit = parse_size(max_shard_size)
+    if dtype is not None and dtype not in get_args(MergeDType):
+        raise ConfigurationError(f"{dtype!r} is not one of {', '.join(get_args(MergeDType))}.", where="dtype")
+    manifest = verify(checkpoint, hashes=False)
+    if manifest.quantization is not None:
+        raise ExportError(
+            "merging a checkpoint with a quantised base is not supported.",
+            where=str(checkpoint),
+            fix="Export the adapter instead (--format adapter).",
+        )
+    config = read_config(checkpoint, manifest)
+    with (
+        fresh_folder(output) as folder,
+        hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes),
+        Shards(checkpoint) as s,
+    ):
+        tensors = _outputs(manifest, read_index(checkpoint), config, s, dtype)
+        metadata = dict(manifest.tied) if config is None else None
+        files = write_weights(folder, tensors, max_shard_size=limit, metadata=metadata)
+        main_dtype = _main_dtype(tensors)
+        faultpoint(POINT_BEFORE_CONFIG)
+        if config is not None:
+            write_config(folder, config, dtype=main_dtype, untied=is_untied(manifest))
+            copy_companions(folder, checkpoint, manifest)
+    return MergeReport(
+        output=output,
+        files=files,
+        tensors=len(tensors),
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        dtype=main_dtype,
+        adapter=next(iter(manifest.adapters), None) if manifest.adapters else None,
+        hashes_verified=verify_hashes,
+    )
+
+
+def _outputs(
+    manifest: Manifest,
+    index: CheckpointIndex,
+    config: Mapping[str, Any] | None,
+    shards: Shards,
+    dtype: str | None,
+) -> list[OutputTensor]:
+    tensors = model_tensors(manifest, index, config)
+    if manifest.adapters is None:
+        return [_plain(name, tensor, shards, dtype) for name, tensor in tensors.items()]
+    from lightning_swift.checkpoint.lora import adapted_weights
+
+    weights = adapted_weights(tensors, manifest.adapters)
+    return [
+        _plain(name, weight.base, shards, dtype) if weight.a is None else _adapted(name, weight, shards, dtype)
+        for name, weight in weights.items()
+    ]
+
+
+def _plain(name: str, tensor: TensorEntry, shards: Shards, dtype: str | None) -> OutputTensor:
+    target = _target(tensor, dtype)
+    return OutputTensor(name, target, tensor.shape, partial(_blocks, shards, tensor, target))
+
+
+def _adapted(name: str, weight: AdaptedWeight, shards: Shards, dtype: str | None) -> OutputTensor:
+    target = _target(weight.base, dtype)
+    return OutputTensor(name, target, weight.base.shape, partial(weight.blocks, shards.stream, shards.read, target))
+
+
+def _target(tensor: TensorEntry, dtype: str | None) -> str:
+    return dtype if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
+
+
+def _blocks(shards: Shards, tensor: TensorEntry, target: str) -> Iterable[Block]:
+    faultpoint(POINT_TENSOR)
+    blocks: Iterable[Block] = shards.stream(tensor)
+    if target == tensor.dtype:
+        return blocks
+    from lightning_swift.checkpoint.casting import Caster
+
+    return map(Caster(tensor.dtype, target, where=tensor.name), blocks)
+
+
+def _main_dtype(tensors: Iterable[OutputTensor]) -> str | None:
+    count: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in FLOATS:
+            count[tensor.dtype] += tensor.nbytes
+    return count.most_common(1)[0][0] if count else None
