@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from lightning_swift.errors import ConfigurationError, ModelError
 
-__all__ = ["FolderTensor", "WeightReader", "read_config", "read_json", "tensors_of"]
+__all__ = ["FolderTensor", "WeightReader", "has_weights", "read_config", "read_json", "tensors_of"]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # A plain name in the folder itself: no separators, no parent, no control characters, not hidden.
@@ -123,6 +123,11 @@ def _refuse_foreign_code(raw: Mapping[str, Any], folder: Path) -> None:
         where=str(folder / "config.json"),
         fix="Upgrade transformers, or correct model_type.",
     )
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether weights of any kind lie in the folder, so that one who gives it surely wants them."""
+    return any((folder / name).is_file() for name in (_INDEX, _SINGLE, *_PICKLES))
 
 
 def tensors_of(folder: Path) -> dict[str, FolderTensor]:

@@ -87,7 +87,8 @@ def lazy_pretrained(
     folder = Path(path)
     config = read_config(folder, config_overrides)
     tensors = tensors_of(folder)
-    with _parameters_on_meta():
+    # Buffers are to be real whatever device is the default where this is called.
+    with torch.device("cpu"), _parameters_on_meta():
         model = _build(config, auto_class, getattr(torch, dtype))
     model.eval()
     _take_generation_config(model, folder)
