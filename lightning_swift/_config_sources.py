@@ -54,8 +54,8 @@ def read_sources(arguments: Sequence[str]) -> Sources:
             if option is not None:
                 values.append((_nested(option.removeprefix("--"), value), Source(_INLINE, shorthand=True)))
     merged: dict[str, Any] = {}
-    for value, _ in values:
-        merged = _merge(merged, value)
+    for settings, _ in values:
+        merged = _merge(merged, settings)
     return Sources(arguments[0], completed, values, merged)
 
 

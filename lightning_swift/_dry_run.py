@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_swift._tiny import write_tiny_folder, write_tiny_text
+from lightning_swift._tiny import SIZES, write_tiny_folder, write_tiny_text
 from lightning_swift.errors import ConfigurationError
 
 __all__ = ["DryRun"]
@@ -71,13 +71,15 @@ class DryRun:
 
     def _shrink_model(self, arguments: Any) -> None:
         source = arguments.get("path_or_config")
-        if not isinstance(source, str):
-            rank_zero_info("Dry run: the model is not given by a folder, so it is used as it is.")
+        if source is None:
+            rank_zero_info("Dry run: the model has no argument path_or_config, so it is used as it is.")
             return
         folder = self._folder / "model"
         if self._owner:
-            rank_zero_info(write_tiny_folder(Path(source), folder))
-        arguments["path_or_config"] = str(folder)
+            rank_zero_info(write_tiny_folder(source, folder, tokenizer=arguments.get("tokenizer")))
+        _set(arguments, path_or_config=str(folder), tokenizer=None)
+        overrides = arguments.get("config_overrides") or {}
+        arguments["config_overrides"] = {key: value for key, value in overrides.items() if key not in SIZES}
 
     def _shrink_data(self, arguments: Any) -> None:
         for name in _TEXTS:
@@ -90,8 +92,8 @@ class DryRun:
         if isinstance(arguments.get("tokenizer"), str):
             arguments["tokenizer"] = str(self._folder / "model")
         if "max_length" in arguments:
-            arguments.update(max_length=min(arguments["max_length"], _LENGTH), too_long="truncate")
-            arguments.update(batch_size=min(arguments["batch_size"], 2), num_workers=0, cache_dir=str(self._folder))
+            _set(arguments, max_length=min(arguments["max_length"], _LENGTH), too_long="truncate")
+            _set(arguments, batch_size=min(arguments["batch_size"], 2), num_workers=0, cache_dir=str(self._folder))
 
     def _shrink_writer(self, arguments: Any) -> None:
         for name in _WRITES:
@@ -106,7 +108,8 @@ class DryRun:
 
 def _shrink_trainer(trainer: Any) -> None:
     accumulate = min(trainer["accumulate_grad_batches"], 2)
-    trainer.update(
+    _set(
+        trainer,
         accelerator="cpu",
         devices=_few(trainer["devices"]),
         num_nodes=1,
@@ -142,12 +145,18 @@ def _shrink_strategy(arguments: Any, devices: int) -> None:
     if "data_parallel_replicate" in arguments:
         copies = arguments["data_parallel_replicate"]
         several = isinstance(copies, int) and copies > 1
-        arguments.update(data_parallel_shard="auto", data_parallel_replicate=devices if several else 1)
+        _set(arguments, data_parallel_shard="auto", data_parallel_replicate=devices if several else 1)
     if arguments.get("process_group_backend"):
         arguments["process_group_backend"] = "gloo"
     if arguments.get("compile"):
         # Traces the blocks as every backend does, without needing a C++ compiler.
         arguments["compile"] = "aot_eager"
+
+
+def _set(section: Any, **values: object) -> None:
+    # jsonargparse's Namespace is no mapping, and its `update` is another than that of dict.
+    for name, value in values.items():
+        section[name] = value
 
 
 def _writers(trainer: Any) -> Iterator[Any]:

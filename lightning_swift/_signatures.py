@@ -7,7 +7,7 @@ import enum
 import inspect
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +23,7 @@ _PUBLIC = ("lightning_swift", "lightning_swift.callbacks", "lightning.pytorch.ca
 
 def members(hint: Hint) -> list[Hint]:
     """The alternatives of a union (``A | B``, ``Optional[A]``), or the hint alone; ``Annotated`` is looked through."""
-    origin = typing.get_origin(hint)
+    origin: Any = typing.get_origin(hint)
     if origin is typing.Annotated:
         return members(typing.get_args(hint)[0])
     if origin in (typing.Union, types.UnionType):
@@ -33,16 +33,22 @@ def members(hint: Hint) -> list[Hint]:
 
 def item_hints(hint: Hint) -> list[Hint]:
     """Hints of the items where the value is a list."""
-    found = []
+    found: list[Hint] = []
     for member in members(hint):
-        origin = typing.get_origin(member)
-        if isinstance(origin, type) and issubclass(origin, Sequence | typing.Iterable) and origin is not dict:  # type: ignore[arg-type]
+        origin: Any = typing.get_origin(member)
+        if isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
             found += [argument for argument in typing.get_args(member) if argument is not Ellipsis]
     return found
 
 
 def class_bases(hint: Hint) -> list[type]:
-    """Classes that are given as ``class_path`` and ``init_args``, any subclass being welcome."""
+    """Classes that are given as ``class_path`` and ``init_args``, any subclass being welcome.
+
+    Empty where a mapping of any content is allowed too: it could not be told apart.
+    """
+    kinds: list[Any] = [*members(hint), *map(typing.get_origin, members(hint))]
+    if any(isinstance(kind, type) and issubclass(kind, Mapping) for kind in kinds):
+        return []
     return [
         member
         for member in members(hint)
@@ -115,5 +121,6 @@ def _exported(module: str) -> Iterator[tuple[str, type]]:
 
 def _subclasses(cls: type) -> Iterator[type]:
     yield cls
-    for child in cls.__subclasses__():
+    children: list[type] = cls.__subclasses__()
+    for child in children:
         yield from _subclasses(child)

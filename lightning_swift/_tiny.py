@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_swift.errors import ConfigurationError
 
-__all__ = ["shrink_config", "write_tiny_folder", "write_tiny_text"]
+__all__ = ["SIZES", "shrink_config", "write_tiny_folder", "write_tiny_text"]
 
 _ROWS = 64
 _LAYERS = 2
-_SIZES = {
+SIZES = {
     "hidden_size": 64,
     "n_embd": 64,
     "d_model": 64,
@@ -36,7 +36,14 @@ _SIZES = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
 }
-_LLAMA = {"model_type": "llama", "num_key_value_heads": 1, "num_attention_heads": 4, "tie_word_embeddings": False}
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -49,8 +56,14 @@ _SAMPLE = [
 ]
 
 
-def write_tiny_folder(source: Path, folder: Path) -> str:
-    """Write a random model of the architecture in ``source`` (Llama's, if there is no such folder) to ``folder``.
+def write_tiny_folder(source: str | Path | Mapping[str, Any], folder: Path, *, tokenizer: str | None = None) -> str:
+    """Write a random model of the same architecture to ``folder``, with a tokenizer.
+
+    Args:
+        source: What :class:`CausalLM` takes: a model folder, a ``config.json`` or its content. Where there is no such
+            file, the model is a Llama.
+        folder: The folder to write.
+        tokenizer: Folder of the tokenizer, if it is not that of the model.
 
     Returns:
         A sentence for the user: what was made of what.
@@ -58,13 +71,12 @@ def write_tiny_folder(source: Path, folder: Path) -> str:
     Raises:
         ConfigurationError: The architecture does not work in the tiny sizes.
     """
-    known = (source / "config.json").is_file()
-    settings = json.loads((source / "config.json").read_text(encoding="utf-8")) if known else dict(_LLAMA)
-    tokenizer: Any = AutoTokenizer.from_pretrained(source) if known else _tiny_tokenizer()
-    small = shrink_config(settings)
-    if not known:
-        small.update(_SIZES, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
-        small.update(bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id)
+    settings = _settings(source)
+    words: Any = _load_tokenizer(tokenizer or (source if isinstance(source, str | Path) else None))
+    small = shrink_config(settings or _LLAMA)
+    small["vocab_size"] = max(len(words), settings.get("vocab_size", 0) if settings else 0)
+    if settings is None:
+        small.update(bos_token_id=words.eos_token_id, eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id)
     kind = small.pop("model_type")
     torch.manual_seed(0)
     try:
@@ -76,23 +88,40 @@ def write_tiny_folder(source: Path, folder: Path) -> str:
             fix="Run the recipe itself with --trainer.max_steps 2.",
         ) from error
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    words.save_pretrained(folder)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    origin = f"as in {source}" if known else f"there being no folder {source}"
+    origin = f"there being no {source}" if settings is None else "of the recipe's own architecture"
     return f"Dry run: a random {type(model).__name__} of {parameters / 1e6:.1f} M parameters, {origin}."
+
+
+def _settings(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any] | None:
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    if not path.is_file():
+        return None
+    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return settings
+
+
+def _load_tokenizer(folder: str | Path | None) -> Any:
+    if folder is not None and (Path(folder) / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(folder)
+    return _tiny_tokenizer()
 
 
 def shrink_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a ``config.json`` with two small layers; nested configurations are shrunk too."""
-    small = {key: _SIZES.get(key, value) if value is not None else None for key, value in settings.items()}
+    small = {key: SIZES.get(key, value) if value is not None else None for key, value in settings.items()}
     for key in ("dtype", "torch_dtype", "quantization_config", "_name_or_path", "architectures", "auto_map"):
         small.pop(key, None)
     groups = settings.get("num_key_value_heads")
     if groups is not None:
         small["num_key_value_heads"] = 4 if groups == settings.get("num_attention_heads") else 2
-    if isinstance(small.get("layer_types"), list):
+    layer_types = settings.get("layer_types")
+    if isinstance(layer_types, list):
         # Repeating patterns (every sixth layer, say) keep both their kinds.
-        kinds = list(dict.fromkeys(small["layer_types"]))
+        kinds = list(dict.fromkeys(layer_types))
         small["layer_types"] = (kinds * _LAYERS)[:_LAYERS]
     return {key: shrink_config(value) if key.endswith("_config") and isinstance(value, Mapping) else value
             for key, value in small.items()}  # fmt: skip

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, cast
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -73,8 +74,7 @@ class TrainingCLI(LightningCLI):
                 save_config_kwargs={"overwrite": True},
             )
         finally:
-            if self._dry_run is not None:
-                self._dry_run.finish()
+            self._finish()
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -104,6 +104,10 @@ class TrainingCLI(LightningCLI):
         if config.pop("dry_run"):
             self._dry_run = DryRun()
             self._dry_run.shrink(config)
+
+    def _finish(self) -> None:
+        if self._dry_run is not None:
+            self._dry_run.finish()
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
