@@ -2,27 +2,156 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from typing import Any
+
+import pytest
+import torch
 
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
-from tests.harness.models import Tokens, UserModule, loader, quiet_trainer
+from tests.harness.models import UserModule, tiny_model
 from tests.harness.ranks import ranks
+from tests.parallel.references import (
+    Frozen,
+    Lora,
+    PlainModule,
+    Seq2Seq,
+    TiedByHand,
+    ValueHead,
+    fit,
+    mean_losses,
+    single_process,
+)
+
+# Loss after up to 20 steps of AdamW at 5e-3 on a model whose loss moves by 1: float32 sums in another order (over
+# ranks, or over tokens of one large batch) differ by 1e-7 at the first step, and training amplifies that.
+AFTER_TRAINING = 3e-5
+# Largest error of a gradient relative to its largest element; float32 has 1.2e-7, sums over 256 tokens lose a digit.
+GRADIENT = 1e-5
+
+MODULES: dict[str, Any] = {
+    "llama": lambda: UserModule("llama"),
+    "qwen3 (tied)": lambda: UserModule("qwen3"),
+    "mistral": lambda: UserModule("mistral"),
+    "gemma": lambda: UserModule("gemma"),
+    "gpt2": lambda: UserModule("gpt2"),
+    "frozen": lambda: Frozen("llama"),
+    "plain": PlainModule,
+    "nn.Transformer": Seq2Seq,
+    "tied by hand": TiedByHand,
+    "value head": lambda: ValueHead("qwen3"),
+    "parameter on the module": lambda: ValueHead("llama", direct=True),
+}
 
 
-def losses(strategy, *, steps=20, kind="llama", **kwargs):
-    module = UserModule(kind)
-    trainer = quiet_trainer(strategy=strategy, max_steps=steps, **kwargs)
-    data = loader(Tokens(), batch_size=4, rank=dist.get_rank(), world_size=dist.get_world_size())
-    trainer.fit(module, data)
-    return module.losses
+@pytest.mark.parametrize("names", [list(MODULES)[:5], list(MODULES)[5:]], ids=["architectures", "modules"])
+@ranks(2)
+def test_fp32_is_ddp_bit_for_bit_at_two_ranks(names: list[str]) -> None:
+    # With two ranks a sum over them has one order only, so nothing may differ at all.
+    for name in names:
+        ours, recorded = fit(MODULES[name](), FSDPBF16Strategy("32-true"))
+        theirs, reference = fit(MODULES[name](), "ddp")
+        assert ours.losses == theirs.losses, name
+        assert recorded.weights.keys() == reference.weights.keys()
+        for parameter, weight in reference.weights.items():
+            assert torch.equal(recorded.weights[parameter], weight), f"{name}: {parameter}"
 
 
 @ranks(2)
-def test_fp32_is_bitwise_ddp_at_two_ranks():
-    assert losses(FSDPBF16Strategy("32-true")) == losses("ddp")
+def test_options_that_must_not_change_anything_do_not() -> None:
+    # A difference would show at the second step; six leave room for one in the moments.
+    expected = fit(UserModule("llama"), FSDPBF16Strategy("32-true"), steps=6)[0].losses
+    for options in (
+        {"compile": "aot_eager"},
+        {"cpu_offload": True},
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+        {"block_classes": ["LlamaMLP", "LlamaAttention"]},
+        {"reduce_dtype": "float32", "data_parallel_replicate": 2},
+    ):
+        assert fit(UserModule("llama"), FSDPBF16Strategy("32-true", **options), steps=6)[0].losses == expected, options
+
+
+def close(ours: list[float], expected: list[float], tolerance: float = AFTER_TRAINING) -> bool:
+    return len(ours) == len(expected) and max(abs(a - b) for a, b in zip(ours, expected, strict=True)) <= tolerance
+
+
+def assert_gradients(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], prefix: str = "model.") -> None:
+    assert ours.keys() == {prefix + name for name in expected}
+    for name, gradient in expected.items():
+        # Where nothing flows (the first adapter matrix, whose partner starts at zero) both are exactly zero.
+        error = (ours[prefix + name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30)
+        assert error <= GRADIENT, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("kinds", [["llama", "qwen3"], ["mistral", "gemma", "gpt2"]], ids="-".join)
+@ranks(2)
+def test_fp32_is_a_single_process(kinds: list[str]) -> None:
+    for kind in kinds:
+        module, recorded = fit(UserModule(kind), FSDPBF16Strategy("32-true"))
+        losses, gradients, _ = single_process(tiny_model(kind).train(), world=2)
+        assert_gradients(recorded.gradients, gradients)
+        assert close(mean_losses(module), losses), kind
+
+
+@ranks(4)
+def test_hybrid_and_full_sharding_on_four_ranks_are_a_single_process() -> None:
+    losses, gradients, _ = single_process(tiny_model("qwen3").train(), world=4, batch=2)
+    for options in ({"data_parallel_replicate": 2}, {"data_parallel_replicate": 2, "data_parallel_shard": 2}, {}):
+        module, recorded = fit(UserModule("qwen3"), FSDPBF16Strategy("32-true", **options), batch=2)
+        assert_gradients(recorded.gradients, gradients)
+        assert close(mean_losses(module), losses), options
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@ranks(2)
+def test_accumulation_is_a_single_process(accumulate: int) -> None:
+    steps = 20 // accumulate
+    losses, gradients, _ = single_process(tiny_model().train(), world=2, steps=steps, accumulate=accumulate, batch=2)
+    for without_sync in (False, True):
+        strategy = FSDPBF16Strategy("32-true", accumulate_without_sync=without_sync)
+        module, recorded = fit(UserModule(), strategy, steps=steps, batch=2, accumulate_grad_batches=accumulate)
+        assert_gradients(recorded.gradients, gradients)
+        assert close(mean_losses(module), losses), without_sync
 
 
 @ranks(2)
-def test_bf16():
-    curve = losses(FSDPBF16Strategy(), gradient_clip_val=1.0)
-    assert curve[-1] < curve[0]
+def test_without_sync_nothing_is_reduced_before_the_last_micro_batch() -> None:
+    for without_sync, expected in ((True, 1), (False, 4)):
+        module = CountsReductions()
+        fit(module, FSDPBF16Strategy(accumulate_without_sync=without_sync), steps=1, accumulate_grad_batches=4)
+        assert module.with_gradients == expected, without_sync
+
+
+class CountsReductions(UserModule):
+    """Counts the micro-batches after which the sharded parameters hold a gradient that changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_gradients = 0
+        self.last = 0.0
+
+    def on_after_backward(self) -> None:
+        total = sum(float(p.grad.to_local().abs().sum()) for p in self.parameters() if p.grad is not None)
+        self.with_gradients += total != self.last
+        self.last = total
+
+
+@ranks(2)
+def test_peft_adapters_are_a_single_process() -> None:
+    module, recorded = fit(Lora(), FSDPBF16Strategy("32-true"))
+    reference = Lora()
+    reference.configure_model()
+    losses, gradients, _ = single_process(reference.model.train(), world=2)
+    assert gradients
+    assert all("lora_" in name for name in gradients)
+    assert_gradients(recorded.gradients, gradients)
+    assert close(mean_losses(module), losses)
+
+
+@ranks(4)
+def test_value_head_and_compile_work_under_hybrid_sharding() -> None:
+    expected = fit(ValueHead("llama", direct=True), "ddp", steps=8, batch=2)[0]
+    for options in ({}, {"compile": "aot_eager"}):
+        strategy = FSDPBF16Strategy("32-true", data_parallel_replicate=2, **options)
+        module = fit(ValueHead("llama", direct=True), strategy, steps=8, batch=2)[0]
+        assert close(module.losses, expected.losses), options
