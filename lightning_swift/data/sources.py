@@ -59,12 +59,16 @@ def content_hash(path: Path) -> str:
     """SHA-256 of a file, or of all files of a folder with their names."""
     _require(path)
     if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _file_hash(path)
     digest = hashlib.sha256()
-    for file_path in sorted(p for p in path.rglob("*") if p.is_file()):
-        digest.update(f"{file_path.relative_to(path)}:{content_hash(file_path)}\n".encode())
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        digest.update(f"{file.relative_to(path)}:{_file_hash(file)}\n".encode())
     return digest.hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require(path: Path) -> None:
@@ -169,13 +173,13 @@ def _named(fields: Mapping[str, object]) -> str:
 
 
 def _advice(fields: Mapping[str, object]) -> str:
-    for form in _FORMATS:
-        if set(form) < set(fields):
-            extra = sorted(set(fields) - set(form))
-            if not any(set(other) & set(extra) for other in _FORMATS):
-                return f"{_EXPECTED} Name other columns in ignore_columns: {extra}."
-        elif set(form) & set(fields) and (missing := sorted(set(form) - set(fields))):
-            return f'{_EXPECTED} Here "{missing[0]}" is missing.'
+    touched = [form for form in _FORMATS if set(form) & set(fields)]
+    if len(touched) > 1:
+        return f"{_EXPECTED} This one mixes them."
+    if touched:
+        missing = sorted(set(touched[0]) - set(fields))
+        extra = sorted(set(fields) - set(touched[0]))
+        return f'{_EXPECTED} "{missing[0]}" is missing.' if missing else f"Name unused fields: ignore_columns={extra}."
     return _EXPECTED
 
 
