@@ -93,16 +93,19 @@ class ShardedCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        # Later than this, Lightning counts the epoch as complete, and a longer run would skip the rest of it.
-        if trainer.global_step == trainer.max_steps:
-            self._save_last_step(trainer)
+        # What Lightning 2.6 saves later, in the hooks of the epoch's end, does not resume exactly: a run bounded by
+        # max_steps takes one batch too many, and one that stopped in mid-epoch skips the rest of the epoch.
+        after_epoch = self._every_n_epochs >= 1 and self.monitor == "step" and trainer.is_last_batch
+        if after_epoch or (self.save_at_end and trainer.global_step == trainer.max_steps):
+            self._save_if_new(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        self._save_last_step(trainer)
+        if self.save_at_end:
+            self._save_if_new(trainer)
 
-    def _save_last_step(self, trainer: pl.Trainer) -> None:
+    def _save_if_new(self, trainer: pl.Trainer) -> None:
         candidates = self._monitor_candidates(trainer)
-        if self.save_at_end and self.monitor in candidates and not self._should_skip_saving_checkpoint(trainer):
+        if self.monitor in candidates and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, candidates)

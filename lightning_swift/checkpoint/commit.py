@@ -88,7 +88,7 @@ def commit(
             whatever was at ``path`` is untouched.
     """
     ranks = Ranks.current()
-    committed = False
+    published = everywhere = False
     lock = None
     with Together(ranks, "preparing to save", path) as step:
         if ranks.rank == 0:
@@ -102,12 +102,16 @@ def commit(
         files = {name: record for records in step.values for name, record in records.items()}
         with Together(ranks, "committing", path):
             _publish(temporary, path, files, describe, ranks)
-            committed = True
+            published = True
+        everywhere = True
     finally:
-        if ranks.rank == 0 and not committed:
+        if ranks.rank == 0 and not published:
             shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+        if not everywhere:
+            # No rank goes on with the error before rank 0 has cleaned up.
+            ranks.gather(None)
 
 
 def record_file(path: Path) -> FileRecord:

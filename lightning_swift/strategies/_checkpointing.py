@@ -35,7 +35,7 @@ from lightning_swift.strategies._checkpoint_state import (
     tied_names,
     without_aliases,
 )
-from lightning_swift.strategies._resume import NothingToRestore, restarted, source_of
+from lightning_swift.strategies._resume import NothingToRestore, restarted, run_of, source_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -136,7 +136,7 @@ class ShardedCheckpointing(ParallelStrategy):
             meta = load_meta(source)
             weights_alone = manifest.weights_only
             if self._fitting and not weights_alone:
-                self._run = manifest.run
+                self._run = run_of(self._trainer, source, manifest)
         if not (self._fitting and weights_alone):
             return meta
         rank_zero_info(f"{source} holds weights alone: they are loaded, and training starts from its first step.")

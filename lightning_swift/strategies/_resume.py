@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_swift.checkpoint.commit import locate
+from lightning_swift.checkpoint.layout import Manifest, RunRecord, read_manifest
 from lightning_swift.checkpoint.newest import find_newest
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointNotFoundError, ConfigurationError
@@ -18,7 +19,7 @@ from lightning_swift.errors import CheckpointNotFoundError, ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["NEWEST", "NothingToRestore", "restarted", "source_of"]
+__all__ = ["NEWEST", "NothingToRestore", "restarted", "run_of", "source_of"]
 
 NEWEST = "newest"
 
@@ -55,8 +56,33 @@ def source_of(trainer: Trainer, checkpoint_path: str | os.PathLike[str]) -> Path
     return source
 
 
+def run_of(trainer: Trainer, source: Path, manifest: Manifest) -> RunRecord | None:
+    """The run that a fit from ``source`` continues; None if it starts a branch. A collective call.
+
+    The run goes on unless it has newer checkpoints. Then this is a branch from an earlier step, and a run of its own:
+    otherwise ``"newest"`` would return to the abandoned steps.
+    """
+    ranks = Ranks.current()
+    with Together(ranks, "looking for newer checkpoints", source) as step:
+        if ranks.rank == 0:
+            newest = find_newest(list(dict.fromkeys([source.parent, *_directories(trainer)])))
+            step.value = newest is None or not _is_ahead(read_manifest(newest), manifest)
+    if step.values[0]:
+        return manifest.run
+    rank_zero_info(f"The run of {source} has newer checkpoints: this fit counts as a new run, a branch of that one.")
+    return None
+
+
+def _is_ahead(newest: Manifest, manifest: Manifest) -> bool:
+    return newest.run.id == manifest.run.id and newest.global_step > manifest.global_step
+
+
+def _directories(trainer: Trainer) -> list[Path]:
+    return [Path(d) for c in trainer.checkpoint_callbacks if (d := getattr(c, "dirpath", None))]
+
+
 def _newest(trainer: Trainer) -> Path | None:
-    directories = [Path(d) for c in trainer.checkpoint_callbacks if (d := getattr(c, "dirpath", None))]
+    directories = _directories(trainer)
     if not directories:
         raise ConfigurationError(
             'ckpt_path="newest" looks in the directories of checkpoint callbacks, and the Trainer has none.',
