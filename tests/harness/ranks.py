@@ -31,6 +31,8 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "lightning.pytorch",
+    # All of transformers that a tiny model needs, a second of every rank's time.
+    "transformers.models.llama.modeling_llama",
     "tests.harness.ranks",
 ]
 _context = mp.get_context("forkserver")
