@@ -1,0 +1,175 @@
+"""Exports a checkpoint as a folder that inference engines load, and proves it by reloading it in a fresh process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from lightning_swift.checkpoint.adapter import write_adapter
+from lightning_swift.checkpoint.commit import locate
+from lightning_swift.checkpoint.export_logits import digests_of, logits_of, token_ids
+from lightning_swift.checkpoint.export_reference import build_reference, common_dtype
+from lightning_swift.checkpoint.export_verify import ROUNDING, Expected, Verdict, verify_folder
+from lightning_swift.checkpoint.layout import Manifest
+from lightning_swift.checkpoint.lora import only_adapter
+from lightning_swift.checkpoint.merge import MergeDType, merge_checkpoint
+from lightning_swift.checkpoint.output import fresh_folder
+from lightning_swift.checkpoint.safe_load import verify as verify_checkpoint
+from lightning_swift.errors import ConfigurationError, ExportError
+
+__all__ = ["ExportFormat", "ExportReport", "adapter_base", "check_format", "export_checkpoint", "report_on"]
+
+ExportFormat = Literal["safetensors", "adapter"]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export has written and how it was checked.
+
+    Args:
+        output: The folder.
+        format: ``"safetensors"`` or ``"adapter"``.
+        files: Names of its files.
+        nbytes: Size of all of them together.
+        dtype: Dtype of the weights when loaded; None if the export was not verified.
+        verified: Whether a fresh process has reloaded and compared it.
+        max_logit_gap: Largest difference of a logit from the trained model's; 0 means equal bits.
+        tokens: Tokens whose logits were compared.
+        tensors: Tensors whose values were compared as well (0 where the adapter was merged into them).
+    """
+
+    output: Path
+    format: ExportFormat
+    files: tuple[str, ...]
+    nbytes: int
+    dtype: str | None
+    verified: bool
+    max_logit_gap: float | None
+    tokens: int
+    tensors: int
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    *,
+    format: ExportFormat = "safetensors",
+    dtype: MergeDType | None = None,
+    max_shard_size: str = "5GB",
+    verify: bool = True,
+) -> ExportReport:
+    """Make a folder that ``from_pretrained`` and inference engines load.
+
+    With ``verify`` the folder is loaded in a fresh process, from its own files only, and held against the checkpoint,
+    whose tensors are read by another way into a model of its config: every tensor and every logit must have the same
+    bits (those of the cast tensors if ``dtype`` is given). Where an adapter was merged, logits may differ by rounding.
+    Verification needs memory for the whole model, twice in turn.
+
+    Args:
+        checkpoint: A checkpoint directory.
+        output: Folder to make; must not exist, or be empty. Nothing is left there if anything fails.
+        format: ``"safetensors"``: the model, adapters merged. ``"adapter"``: the peft adapter alone.
+        dtype: Cast the weights; None keeps them as they are. Not for adapters.
+        max_shard_size: Most bytes of tensors in one file.
+        verify: Reload and compare.
+
+    Raises:
+        CheckpointError: The checkpoint is not whole, or unsafe.
+        ConfigurationError: Options that are not allowed.
+        ExportError: The export cannot be made, or does not reproduce the checkpoint.
+    """
+    check_format(format, dtype)
+    checkpoint = locate(Path(checkpoint))
+    manifest = verify_checkpoint(checkpoint)
+    if manifest.huggingface is None:
+        raise ExportError(
+            "the checkpoint was made of a module that holds no Hugging Face model, or several.",
+            where=str(checkpoint),
+            fix="Use `lightning-swift merge` to get its weights as one safetensors file.",
+        )
+    base = adapter_base(manifest) if format == "adapter" and verify else None
+    with fresh_folder(Path(output)) as folder:
+        # The hashes have just been compared.
+        if format == "adapter":
+            write_adapter(checkpoint, folder, verify_hashes=False)
+        else:
+            merge_checkpoint(checkpoint, folder, dtype=dtype, max_shard_size=max_shard_size, verify_hashes=False)
+        verdict = verify_folder(folder, _expected(checkpoint, manifest, format, dtype), base=base) if verify else None
+        return report_on(folder, Path(output), format, verdict)
+
+
+def check_format(format: str, dtype: str | None) -> None:
+    """Refuse a format that does not exist, and a dtype with an adapter.
+
+    Raises:
+        ConfigurationError: As said.
+    """
+    if format not in get_args(ExportFormat):
+        raise ConfigurationError(
+            f"format={format!r} is not one of {', '.join(get_args(ExportFormat))}.", where="export"
+        )
+    if dtype is not None and dtype not in get_args(MergeDType):
+        raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(get_args(MergeDType))}.", where="export")
+    if format == "adapter" and dtype is not None:
+        raise ConfigurationError(
+            'dtype and format="adapter" do not go together: adapters keep their dtype.',
+            where="export",
+            fix="Leave dtype out.",
+        )
+
+
+def adapter_base(manifest: Manifest) -> str:
+    """Folder of the model that the checkpoint's adapter was trained on.
+
+    Raises:
+        ExportError: There is no adapter, or its base is not a folder on this machine.
+    """
+    _, config = only_adapter(manifest.adapters or {})
+    base = config.get("base_model_name_or_path")
+    if not base or not Path(str(base)).is_dir():
+        raise ExportError(
+            f"the adapter's base model {base!r} is no folder on this machine, so it cannot be tried.",
+            fix="Make it available there, or export without verification (verify=False).",
+        )
+    return str(base)
+
+
+def report_on(folder: Path, output: Path, format: ExportFormat, verdict: Verdict | None) -> ExportReport:
+    """The report of an export whose files still lie in ``folder``."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return ExportReport(
+        output=output,
+        format=format,
+        files=tuple(str(path.relative_to(folder)) for path in files),
+        nbytes=sum(path.stat().st_size for path in files),
+        dtype=None if verdict is None else verdict.dtype,
+        verified=verdict is not None,
+        max_logit_gap=None if verdict is None else verdict.max_logit_gap,
+        tokens=0 if verdict is None else verdict.tokens,
+        tensors=0 if verdict is None else verdict.tensors,
+    )
+
+
+def _expected(checkpoint: Path, manifest: Manifest, format: ExportFormat, dtype: str | None) -> Expected:
+    stored = common_dtype(manifest)
+    merged = manifest.adapters is not None and format == "safetensors"
+    # An adapter is added in the precision of the checkpoint and rounded after that; everything else is rounded at once.
+    compute = stored if dtype is None or merged else getattr(torch, dtype)
+    reference = build_reference(checkpoint, manifest, dtype=compute)
+    name = str(compute).removeprefix("torch.")
+    ids = token_ids(reference.config)
+    return Expected(
+        ids=ids,
+        logits=logits_of(reference, ids),
+        dtype=name,
+        tolerance=ROUNDING[dtype or _narrowest(manifest)] if merged else 0.0,
+        digests=digests_of(reference) if manifest.adapters is None else None,
+    )
+
+
+def _narrowest(manifest: Manifest) -> str:
+    stored = {record.dtype for record in manifest.tensors.values()}
+    return next((name for name in ("bfloat16", "float16") if name in stored), "float32")
