@@ -15,14 +15,23 @@ from typing import Any, Self
 
 from lightning_swift.errors import ConfigurationError, ModelError
 
-__all__ = ["FolderTensor", "WeightReader", "has_weights", "read_config", "read_json", "tensors_of"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "FolderTensor",
+    "WeightReader",
+    "has_weights",
+    "read_config",
+    "read_json",
+    "tensors_of",
+    "unknown_option",
+]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # A plain name in the folder itself: no separators, no parent, no control characters, not hidden.
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Options of from_pretrained's configuration step that are no attribute of a configuration but are honoured by it.
-_IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
+IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
 
 
 @dataclass(frozen=True)
@@ -82,13 +91,18 @@ def read_config(folder: Path, overrides: Mapping[str, object] | None = None) -> 
             where=str(folder),
             fix="Correct the value named, or fetch the model folder again.",
         ) from None
-    if unknown := sorted(set(unused) - _IMPLEMENTATIONS - {"_from_auto", "name_or_path", "revision"}):
-        raise ConfigurationError(
-            f"{type(config).__name__} has no option {', '.join(map(repr, unknown))}.",
-            where="config_overrides",
-            fix="Use a name that stands in config.json.",
-        )
+    if unknown := sorted(set(unused) - IMPLEMENTATIONS - {"_from_auto", "name_or_path", "revision"}):
+        raise unknown_option(config, unknown)
     return config
+
+
+def unknown_option(config: Any, names: list[str]) -> ConfigurationError:
+    """The error to raise for overrides that the configuration does not have."""
+    return ConfigurationError(
+        f"{type(config).__name__} has no option {', '.join(map(repr, names))}.",
+        where="config_overrides",
+        fix="Use a name that stands in config.json.",
+    )
 
 
 def _config_file(folder: Path) -> Path:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_swift.errors import ConfigurationError, ModelError
-from lightning_swift.models._folder import has_weights, read_config
+from lightning_swift.models._folder import IMPLEMENTATIONS, has_weights, read_config, unknown_option
 from lightning_swift.models.lazy import Precision, lazy_pretrained
 
 __all__ = ["ModelSource", "check_vocabulary", "load_tokenizer"]
@@ -87,23 +87,28 @@ def _config_of(given: Any, overrides: Mapping[str, Any]) -> Any:
 
     if isinstance(given, PretrainedConfig):
         config = copy.deepcopy(given)
-        config.update(dict(overrides))
-        return config
-    if not isinstance(given, Mapping):
+    elif isinstance(given, Mapping):
+        values = dict(given)
+        kind = values.pop("model_type", None)
+        if kind not in CONFIG_MAPPING:
+            raise ModelError(
+                f"transformers has no model type {kind!r}.",
+                where="path_or_config",
+                fix="Give model_type as in the config.json of such a model, 'llama' for example.",
+            )
+        config = AutoConfig.for_model(kind, **values)
+    else:
         raise ConfigurationError(
             f"a model cannot be built from a {type(given).__name__}.",
             where="path_or_config",
             fix="Give the path of a folder or of a config.json, or a configuration as dict.",
         )
-    values = {**given, **overrides}
-    kind = values.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
-        raise ModelError(
-            f"transformers has no model type {kind!r}.",
-            where="path_or_config",
-            fix="Give model_type as in the config.json of such a model, 'llama' for example.",
-        )
-    return AutoConfig.for_model(kind, **values)
+    for name, value in overrides.items():
+        attribute = f"_{name}" if name in IMPLEMENTATIONS else name
+        if not hasattr(config, attribute):
+            raise unknown_option(config, [name])
+        setattr(config, attribute, value)
+    return config
 
 
 def load_tokenizer(place: str | Path | None, *, required: bool) -> Any:

@@ -47,7 +47,10 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
         activation_checkpointing: Set by the callback of that name before the model is set up.
         chosen_by_name: True if the strategy was built from its registered name, so that the Trainer's precision
             decides between the BF16 ones.
+        loads_lazy_weights: Tells modules that they may build lazily: weights are read after sharding.
     """
+
+    loads_lazy_weights = True
 
     def __init__(self, options: MeshOptions) -> None:
         self.options = options
