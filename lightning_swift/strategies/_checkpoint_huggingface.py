@@ -47,6 +47,8 @@ class HuggingFaceModel:
         """Write config.json, generation_config.json and the tokenizer's files into ``huggingface/``."""
         folder = directory / HUGGINGFACE
         folder.mkdir()
+        # As save_pretrained does: inference engines choose the model by it, and from_config does not set it.
+        self.model.config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
         self.model.config.save_pretrained(folder)
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
