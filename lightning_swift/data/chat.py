@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_swift.data import limits, progress
 from lightning_swift.data.collate import PadBatch
-from lightning_swift.data.sampler import DataOrder, Position, ResumableSampler, TrainingStream
+from lightning_swift.data.sampler import DataOrder, Position, ResumableLoader, ResumableSampler, TrainingStream
 from lightning_swift.data.tokenized import Statistics, Tokenization, TokenizedData
 from lightning_swift.data.tokenizer import load_tokenizer
 from lightning_swift.errors import ConfigurationError, DataError
@@ -117,6 +118,13 @@ class ChatDataModule(LightningDataModule):
         self.validation_fraction = validation_fraction
         self.pad_to_multiple_of = pad_to_multiple_of
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        if (
+            validation is None
+            and validation_fraction is None
+            and type(self).val_dataloader is ChatDataModule.val_dataloader
+        ):
+            # The mere presence of the hook is what Lightning takes for validation data.
+            self.val_dataloader = MethodType(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
         self._tokenizer = tokenizer
         # Each a datasets.Dataset or a torch Subset of one.
         self._data: dict[str, Any] = {}
@@ -203,12 +211,12 @@ class ChatDataModule(LightningDataModule):
             self._reload_after(self.trainer, counted + self._stream.batches_left() != self._stream.epoch_batches)
         data = self._data["train"]
         sampler = ResumableSampler(data, self._stream, num_replicas=ranks, rank=rank, counted_before=counted)
-        return self._loader(data, sampler, drop_last=True)
+        return self._loader(data, sampler)
 
     @override
-    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """This rank's validation batches; none without validation data."""
-        return self._evaluation("validation") if "validation" in self._data else []
+    def val_dataloader(self) -> DataLoader[Any]:
+        """This rank's validation batches."""
+        return self._evaluation("validation")
 
     @override
     def test_dataloader(self) -> DataLoader[Any]:
@@ -319,18 +327,17 @@ class ChatDataModule(LightningDataModule):
         # Lightning's own sampler for prediction gives ranks unequal numbers of batches: sharded models would hang.
         return self._loader(data, DistributedSampler(data, ranks, rank, shuffle=False), prompts=name == "predict")
 
-    def _loader(
-        self, data: Any, sampler: DistributedSampler[Any], *, drop_last: bool = False, prompts: bool = False
-    ) -> DataLoader[Any]:
+    def _loader(self, data: Any, sampler: DistributedSampler[Any], *, prompts: bool = False) -> DataLoader[Any]:
         pad = next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)
-        return DataLoader(
+        kind: type[DataLoader[Any]] = ResumableLoader if isinstance(sampler, ResumableSampler) else DataLoader
+        return kind(
             data,
             batch_size=self.batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
             collate_fn=PadBatch(pad, self.pad_to_multiple_of, "left" if prompts else "right", with_labels=not prompts),
             pin_memory=torch.cuda.is_available(),
-            drop_last=drop_last,
+            drop_last=isinstance(sampler, ResumableSampler),
             persistent_workers=self.num_workers > 0,
         )
 

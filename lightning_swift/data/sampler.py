@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
-__all__ = ["DataOrder", "Position", "ResumableSampler", "TrainingStream"]
+__all__ = ["DataOrder", "Position", "ResumableLoader", "ResumableSampler", "TrainingStream"]
 
 
 @dataclass(frozen=True)
@@ -156,3 +156,17 @@ class ResumableSampler(DistributedSampler[Any]):
     @override
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the stream knows the epoch from what was trained on."""
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader over a :class:`ResumableSampler`; its state is empty, as the data module keeps the position.
+
+    Lightning warns of inexact resumption where a loader has no state.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""

@@ -109,6 +109,11 @@ class CausalLM(L.LightningModule):
         """The tokenizer of the model's folder (or of ``tokenizer``); None if there is none."""
         return self._tokenizer
 
+    @property
+    def config(self) -> Any:
+        """The configuration of the model, known before it is built; data is checked against it."""
+        return self._source.config
+
     @override
     def configure_model(self) -> None:
         if self.model is not None:

@@ -113,29 +113,32 @@ def whole_batches(module: Recorder) -> list[list[int]]:
 
 
 # 22 records in batches of 2 are 11 batches an epoch; 25 steps reach into the third epoch.
-STOPS = [
-    pytest.param("batch", 4, {"max_steps": 4}, id="mid-epoch"),
-    pytest.param("batch", 11, {"max_steps": 12}, id="last-batch-of-epoch"),
-    pytest.param("epoch", 11, {"max_epochs": 1}, id="epoch-end"),
-    pytest.param("epoch", 11, {"max_steps": 11}, id="epoch-end-by-steps"),
-    pytest.param("epoch", 22, {"max_epochs": 2}, id="second-epoch-end"),
-    pytest.param("end", 11, {"max_steps": 11}, id="fit-end-at-epoch-end"),
-    pytest.param("end", 14, {"max_steps": 14}, id="fit-end-mid-epoch"),
-    pytest.param("batch", 15, {"max_epochs": 2}, id="second-epoch"),
-    pytest.param("validation", 11, {"max_epochs": 1}, id="validation-at-epoch-end"),
-    pytest.param("validation", 16, {"max_epochs": 2, "val_check_interval": 5}, id="validation-mid-epoch"),
+_STOPS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "mid-epoch": ("batch", 4, {"max_steps": 4}),
+    "last-batch-of-epoch": ("batch", 11, {"max_steps": 12}),
+    "epoch-end": ("epoch", 11, {"max_epochs": 1}),
+    "epoch-end-by-steps": ("epoch", 11, {"max_steps": 11}),
+    "second-epoch-end": ("epoch", 22, {"max_epochs": 2}),
+    "fit-end-at-epoch-end": ("end", 11, {"max_steps": 11}),
+    "fit-end-mid-epoch": ("end", 14, {"max_steps": 14}),
+    "second-epoch": ("batch", 15, {"max_epochs": 2}),
+}
+_VALIDATION_STOPS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "validation-at-epoch-end": ("validation", 11, {"max_epochs": 1}),
+    "validation-mid-epoch": ("validation", 16, {"max_epochs": 2, "val_check_interval": 5}),
+}
+STOPS = [pytest.param(*stop, False, id=f"{name}-no-val") for name, stop in _STOPS.items()]
+STOPS_WITH_VALIDATION = [
+    pytest.param(*stop, True, id=f"{name}-val") for name, stop in {**_STOPS, **_VALIDATION_STOPS}.items()
 ]
 GOALS = [pytest.param({"max_steps": 25}, id="to-steps"), pytest.param({"max_epochs": 3}, id="to-epochs")]
 
 
 @pytest.mark.parametrize("goal", GOALS)
-@pytest.mark.parametrize(("hook", "step", "stop"), STOPS)
-@pytest.mark.parametrize("validate", [False, True], ids=["no-val", "val"])
+@pytest.mark.parametrize(("hook", "step", "stop", "validate"), [*STOPS, *STOPS_WITH_VALIDATION])
 def test_stopped_and_resumed_equals_straight(
-    tmp_path: Path, hook: str, step: int, stop: dict[str, Any], goal: dict[str, Any], validate: bool
+    tmp_path: Path, hook: str, step: int, stop: dict[str, Any], validate: bool, goal: dict[str, Any]
 ) -> None:
-    if hook == "validation" and not validate:
-        pytest.skip("nothing is saved without a validation")
     write_records(tmp_path / "data.jsonl")
     every = {"val_check_interval": stop["val_check_interval"]} if "val_check_interval" in stop else {}
     straight, straight_data = fit(tmp_path, {**goal, **every}, validate=validate)

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_swift.data import limits
 from lightning_swift.data.chat import ChatDataModule
@@ -288,14 +289,31 @@ def test_prediction_gets_prompts_padded_on_the_left(tmp_path: Path) -> None:
     assert prompts == ["<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n", "The capital of France is"]
 
 
+def test_long_prompts_lose_their_start_and_keep_the_generation_prompt(tmp_path: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "one " * 40}]}
+    data = ChatDataModule(
+        predict=str(jsonl(tmp_path / "data.jsonl", long)),
+        tokenizer=tiny_tokenizer(),
+        max_length=20,
+        too_long="truncate",
+        num_workers=0,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    data.setup("predict")
+    (batch,) = data.predict_dataloader()
+    assert batch["input_ids"].shape == (1, 20)
+    assert data.tokenizer.decode(batch["input_ids"][0]).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_stages_without_data_are_refused(tmp_path: Path) -> None:
     data = module(jsonl(tmp_path / "data.jsonl", TEXT))
     with pytest.raises(
         ConfigurationError, match=r"ChatDataModule\(test=\.\.\.\): \"test\" needs data and none was given"
     ):
         data.setup("test")
-    data.setup("fit")
-    assert data.val_dataloader() == []
+    # Without validation data Lightning must not believe that there is some.
+    assert not is_overridden("val_dataloader", data)
+    assert is_overridden("val_dataloader", module(tmp_path / "data.jsonl", validation_fraction=0.5))
 
 
 BAD_ARGUMENTS = [
