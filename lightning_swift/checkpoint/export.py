@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,7 +21,7 @@ from lightning_swift.checkpoint.output import fresh_folder
 from lightning_swift.checkpoint.safe_load import verify as verify_checkpoint
 from lightning_swift.errors import ConfigurationError, ExportError
 
-__all__ = ["ExportFormat", "ExportReport", "adapter_base", "check_format", "export_checkpoint", "report_on"]
+__all__ = ["ExportFormat", "ExportReport", "check_base", "check_format", "export_checkpoint", "report_on"]
 
 ExportFormat = Literal["safetensors", "adapter"]
 
@@ -90,7 +91,7 @@ def export_checkpoint(
             where=str(checkpoint),
             fix="Use `lightning-swift merge` to get its weights as one safetensors file.",
         )
-    base = adapter_base(manifest) if format == "adapter" and verify else None
+    base = check_base(manifest.adapters) if format == "adapter" and verify else None
     with fresh_folder(Path(output)) as folder:
         # The hashes have just been compared.
         if format == "adapter":
@@ -121,13 +122,13 @@ def check_format(format: str, dtype: str | None) -> None:
         )
 
 
-def adapter_base(manifest: Manifest) -> str:
-    """Folder of the model that the checkpoint's adapter was trained on.
+def check_base(adapters: Mapping[str, Any] | None) -> str:
+    """Folder of the model that an adapter was trained on, by peft's configs of a model's adapters.
 
     Raises:
         ExportError: There is no adapter, or its base is not a folder on this machine.
     """
-    _, config = only_adapter(manifest.adapters or {})
+    _, config = only_adapter(adapters or {})
     base = config.get("base_model_name_or_path")
     if not base or not Path(str(base)).is_dir():
         raise ExportError(

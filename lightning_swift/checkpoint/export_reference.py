@@ -6,6 +6,7 @@ torch's own loader into the place its name gives it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_swift.checkpoint.layout import HUGGINGFACE, MODEL_PREFIX, Manifes
 from lightning_swift.checkpoint.sharded import load_into
 from lightning_swift.errors import ExportError
 
-__all__ = ["build_reference", "common_dtype"]
+__all__ = ["build_empty", "build_reference", "common_dtype"]
 
 
 def build_reference(checkpoint: Path, manifest: Manifest, *, dtype: torch.dtype) -> Any:
@@ -27,7 +28,11 @@ def build_reference(checkpoint: Path, manifest: Manifest, *, dtype: torch.dtype)
         CheckpointMismatchError: Tensors are missing or have other shapes.
         ExportError: The model class cannot be built.
     """
-    model = _build(checkpoint / HUGGINGFACE, manifest.adapters, dtype)
+    from transformers import AutoConfig
+
+    folder = checkpoint / HUGGINGFACE
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = build_empty(config, manifest.adapters, dtype=dtype)
     prefix = f"{MODEL_PREFIX}{manifest.huggingface}."
     state = {
         f"{prefix}{name}": tensor
@@ -47,21 +52,31 @@ def common_dtype(manifest: Manifest) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def _build(folder: Path, adapters: Mapping[str, Any] | None, dtype: torch.dtype) -> Any:
+def build_empty(config: Any, adapters: Mapping[str, Any] | None, *, dtype: torch.dtype) -> Any:
+    """A model of ``config`` on the CPU whose weights have no meaning yet, inside a PeftModel if there are adapters.
+
+    Args:
+        config: A config of transformers; its ``architectures`` name the class.
+        adapters: peft's configs by adapter name, or None.
+        dtype: Of the weights.
+
+    Raises:
+        ExportError: transformers has no such class.
+    """
     import transformers
     from transformers.initialization import no_init_weights
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    architectures = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, architectures[0] if architectures else "", None)
+    names = getattr(config, "architectures", None) or []
+    kind: Any = getattr(transformers, names[0] if names else "", None)
     if kind is None:
         raise ExportError(
-            f"transformers has no model class {architectures[0] if architectures else 'for this config'!r}.",
-            where=str(folder / "config.json"),
+            f"transformers has no model class {names[0] if names else 'for this config'!r}.",
+            where=f"{type(config).__name__}.architectures",
             fix="Export without verification (verify=False).",
         )
+    # Building may write into the config, and the caller's may be that of a live model.
     with no_init_weights():
-        model = kind._from_config(config, dtype=dtype)
+        model = kind._from_config(copy.deepcopy(config), dtype=dtype)
     return model if adapters is None else _with_adapters(model, adapters)
 
 
