@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -56,6 +57,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
         self.options = options
         self.activation_checkpointing: CheckpointingSettings | None = None
         self.chosen_by_name = False
+        self._precision = MeshPrecision(options.precision)
         super().__init__(
             process_group_backend=options.process_group_backend, timeout=timedelta(seconds=options.timeout)
         )
@@ -63,7 +65,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return MeshPrecision(self.options.precision)
+        return self._precision
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
@@ -73,6 +75,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
             name = type(self).__name__
             chosen = agree(name, self.options.precision, precision_plugin, by_name=self.chosen_by_name)
             self.options = replace(self.options, precision=chosen)
+            self._precision = MeshPrecision(chosen)
 
     @property
     def mesh_sizes(self) -> MeshSizes:
@@ -116,6 +119,8 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
 
     def _apply(self, module: pl.LightningModule) -> None:
         """The order of transforms. The model has been built; tensor parallelism will come before checkpointing."""
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)
         blocks = choose_blocks(module, self.options.block_classes)
         self._report_casts(cast_parameters(module, self.options.policy))
         copy_from_first_rank(module, self.device_mesh, self.root_device)
@@ -190,6 +195,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
             )
 
     def _finish(self, module: pl.LightningModule, blocks: int) -> None:
+        _refuse_empty(module)
         setattr(module, _APPLIED, (self.options.sharding, self.mesh_sizes))
         _move_the_rest(module, self.root_device)
         if not blocks:
@@ -199,7 +205,17 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
             )
 
 
-def _move_the_rest(module: pl.LightningModule, device: Any) -> None:
+def _refuse_empty(module: pl.LightningModule) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ModelError(
+                "the tensor is on the meta device and nothing is known to fill it with.",
+                where=name,
+                fix="Build pretrained models with lightning_swift.lazy_pretrained, and others on a real device.",
+            )
+
+
+def _move_the_rest(module: pl.LightningModule, device: torch.device) -> None:
     """Buffers and parameterless children (metrics), which no group moves, and Lightning's own note of the device."""
     for part in module.modules():
         if next(part.parameters(), None) is None:

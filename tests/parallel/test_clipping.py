@@ -142,7 +142,7 @@ def test_trainer_clipping_is_a_single_process() -> None:
     assert norms.values[0] == pytest.approx(norm_of(first), rel=NORM)
     assert norms.values == pytest.approx(expected, rel=1e-3)  # their models have drifted by AFTER_TRAINING
     losses, first, _ = single_process(tiny_model().train(), world=2, clip_value=0.002)
-    assert 0.02 < sum((g.abs() > 0.002).double().mean() for g in first.values()) / len(first)
+    assert sum((g.abs() > 0.002).double().mean() for g in first.values()) / len(first) > 0.02
     kwargs: dict[str, Any] = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
     module, recorded = fit(UserModule(), FSDPBF16Strategy("32-true"), **kwargs)
     assert recorded.gradients
