@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -61,6 +62,20 @@ def _add_checkpoint_and_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_hashes_and_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-verify-hashes",
+        dest="verify_hashes",
+        action="store_false",
+        help="skip comparing every file with its hash in the manifest (names and sizes are still checked)",
+    )
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
 def _add_merge(commands: _Commands) -> None:
     parser = _add(
         commands,
@@ -70,25 +85,27 @@ def _add_merge(commands: _Commands) -> None:
         more="Reads and writes piece by piece in little memory, on any machine, without torch.",
     )
     _add_checkpoint_and_output(parser)
-    parser.add_argument(
-        "--no-verify-hashes",
-        dest="verify_hashes",
-        action="store_false",
-        help="skip comparing every file with its hash in the manifest (sizes and names are still checked)",
-    )
+    _add_hashes_and_json(parser)
 
 
 def _merge(options: argparse.Namespace) -> int:
     from lightning_swift.checkpoint.merge import merge_checkpoint
 
-    merge_checkpoint(
+    report = merge_checkpoint(
         options.checkpoint,
         options.output,
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
         verify_hashes=options.verify_hashes,
     )
-    print(f"merged {options.checkpoint} into {options.output} ({_size_of(options.output)})")
+    if options.json:
+        return _print_json(asdict(report))
+    adapter = f", adapter {report.adapter!r} merged" if report.adapter else ""
+    print(
+        f"{report.output}: {report.tensors} tensors, {report.parameters / 1e6:.1f} M parameters, mostly "
+        f"{report.dtype}, {_size(report.nbytes)}{adapter}; hashes "
+        f"{'compared' if report.hashes_verified else 'not read'}"
+    )
     return 0
 
 
@@ -108,6 +125,7 @@ def _add_export(commands: _Commands) -> None:
         help="whole model, or LoRA adapter only (default: %(default)s)",
     )
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="skip loading the folder again")
+    _add_json(parser)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -121,27 +139,35 @@ def _export(options: argparse.Namespace) -> int:
         max_shard_size=options.max_shard_size,
         verify=options.verify,
     )
-    print(f"exported {options.checkpoint} to {options.output} ({_size_of(options.output)})")
-    print(report)
+    if options.json:
+        return _print_json(asdict(report))
+    checked = (
+        f"loaded again in a fresh process: {report.tensors} tensors and the logits of {report.tokens} tokens compared, "
+        f"largest logit difference {report.max_logit_gap:g}"
+        if report.verified
+        else "not loaded again (--no-verify)"
+    )
+    print(f"{report.output}: {report.format}, {_size(report.nbytes)}; {checked}")
     return 0
 
 
 def _add_inspect(commands: _Commands) -> None:
     parser = _add(commands, "inspect", _inspect, help="say what is in a checkpoint and whether it is whole")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a sharded checkpoint (NAME.ckpt/)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    _add_hashes_and_json(parser)
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from lightning_swift.checkpoint.inspect import describe
 
-    description = describe(options.checkpoint)
+    description = describe(options.checkpoint, hashes=options.verify_hashes)
     if options.json:
-        print(json.dumps(description, indent=1))
-        return 0
-    for key, value in description.items():
-        print(f"{key.replace('_', ' ') + ':':<20}{_one_line(value)}")
-    return 0
+        _print_json(description)
+    else:
+        for key, value in description.items():
+            print(f"{key.replace('_', ' ') + ':':<18}{_readable(key, value)}")
+    # A script that asks whether a checkpoint is whole looks at the exit code.
+    return 0 if description["whole"] else 1
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -151,19 +177,36 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="tokens to generate at most (default: %(default)s)"
     )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="above 0: draw instead of taking the likeliest token",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where to compute, such as cuda (default: %(default)s)")
 
 
 def _generate(options: argparse.Namespace) -> int:
     from lightning_swift.models.generation import generate
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    print(generate(options.folder, prompt, max_new_tokens=options.max_new_tokens))
+    text = generate(
+        options.folder,
+        prompt,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        device=options.device,
+    )
+    print(text)
     return 0
 
 
 def _add_recipes(commands: _Commands) -> None:
     parser = _add(commands, "recipes", _recipes, help="list the shipped recipes with their measured memory and time")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    _add_json(parser)
 
 
 def _recipes(options: argparse.Namespace) -> int:
@@ -172,8 +215,7 @@ def _recipes(options: argparse.Namespace) -> int:
     found = recipes()
     if options.json:
         listed = {r.name: {"path": str(r.path), "purpose": r.purpose, "measured": r.measured} for r in found}
-        print(json.dumps({"recipes": listed}, indent=1))
-        return 0
+        return _print_json({"recipes": listed})
     for recipe in found:
         print(f"{recipe.name}\n    {recipe.purpose}\n    measured: {recipe.measured or 'not yet'}\n    {recipe.path}")
     print("\nRun one with: lightning-swift fit --config NAME [--trainer.max_steps 100 ...]")
@@ -181,10 +223,22 @@ def _recipes(options: argparse.Namespace) -> int:
     return 0
 
 
-def _size_of(folder: Path) -> str:
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+def _print_json(value: dict[str, Any]) -> int:
+    print(json.dumps(value, indent=1, default=str))
+    return 0
 
 
-def _one_line(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def _readable(key: str, value: Any) -> str:
+    if key == "bytes":
+        return _size(value)
+    if key == "files":
+        return f"{len(value)}, the largest {max(value, key=value.get)}" if value else "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_readable(name, item)}" for name, item in value.items()) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)

@@ -36,14 +36,6 @@ SIZES = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
 }
-_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -73,17 +65,12 @@ def write_tiny_folder(source: str | Path | Mapping[str, Any], folder: Path, *, t
     """
     settings = _settings(source)
     words: Any = _load_tokenizer(tokenizer or (source if isinstance(source, str | Path) else None))
-    small = shrink_config(settings or _LLAMA)
-    small["vocab_size"] = max(len(words), settings.get("vocab_size", 0) if settings else 0)
-    if settings is None:
-        small.update(bos_token_id=words.eos_token_id, eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id)
-    kind = small.pop("model_type")
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(_tiny_config(settings, words), dtype=torch.float32)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         raise ConfigurationError(
-            f"no tiny model of the architecture {kind!r} could be built ({error}).",
+            f"no tiny model of this architecture could be built ({error}).",
             where="--dry_run",
             fix="Run the recipe itself with --trainer.max_steps 2.",
         ) from error
@@ -92,6 +79,20 @@ def write_tiny_folder(source: str | Path | Mapping[str, Any], folder: Path, *, t
     parameters = sum(parameter.numel() for parameter in model.parameters())
     origin = f"there being no {source}" if settings is None else "of the recipe's own architecture"
     return f"Dry run: a random {type(model).__name__} of {parameters / 1e6:.1f} M parameters, {origin}."
+
+
+def _tiny_config(settings: Mapping[str, Any] | None, words: Any) -> Any:
+    given = {"model_type": "llama"} if settings is None else dict(settings)
+    kind = given.pop("model_type")
+    # Through the class, so that sizes that the file leaves to its defaults are there to be shrunk.
+    small = shrink_config(AutoConfig.for_model(kind, **given).to_dict())
+    small["vocab_size"] = max(len(words), given.get("vocab_size", 0))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        own = given.get(name)
+        if not isinstance(own, int) or own >= small["vocab_size"]:
+            small[name] = words.pad_token_id if name == "pad_token_id" else words.eos_token_id
+    del small["model_type"]
+    return AutoConfig.for_model(kind, **small)
 
 
 def _settings(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any] | None:

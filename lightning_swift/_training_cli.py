@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
@@ -27,10 +27,10 @@ from lightning_swift._config_check import Checker
 from lightning_swift._config_sources import Sources, read_sources
 from lightning_swift._dry_run import DryRun
 from lightning_swift._shipped import nearest
-from lightning_swift._signatures import ANYTHING, parameters
+from lightning_swift._signatures import ANYTHING, known_classes, parameters
 from lightning_swift.errors import ConfigurationError
 
-__all__ = ["TrainingCLI", "run_training"]
+__all__ = ["TrainingCLI", "check_strategy_name", "run_training", "valid_keys"]
 
 _TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
 # Modules whose classes recipes may name without a path.
@@ -93,7 +93,7 @@ class TrainingCLI(LightningCLI):
         checker = Checker(tree, self._sources.merged)
         for values, source in self._sources.values:
             checker.check(values, source)
-            _check_strategy_name(values, source.at(("trainer", "strategy")))
+            check_strategy_name(values, source.at(("trainer", "strategy")))
         # LightningCLI warns when it gets arguments while the process has its own; ours are those, completed.
         self.config = parser.parse_args(args)
 
@@ -162,14 +162,21 @@ def valid_keys(parser: LightningArgumentParser) -> dict[str, Any]:
     return {**_CLASSES, **tree, "config": ANYTHING, "help": ANYTHING, "print_config": ANYTHING}
 
 
-def _check_strategy_name(values: Mapping[str, Any], where: str) -> None:
+def check_strategy_name(values: Mapping[str, Any], where: str) -> None:
+    """Check ``trainer.strategy`` where it is a name: a registered one, or that of a class.
+
+    Raises:
+        ConfigurationError: There is none of this name; the nearest is named.
+    """
     section = values.get("trainer")
     name = section.get("strategy") if isinstance(section, Mapping) else None
-    known = ["auto", *StrategyRegistry.available_strategies()]
-    # A dotted name is the path of a class, and a capital letter begins the name of one.
-    if isinstance(name, str) and name.lower() not in known and "." not in name and not name[:1].isupper():
+    if not isinstance(name, str) or "." in name:
+        return
+    classes = [path.rpartition(".")[2] for path in known_classes([Strategy])]
+    names = ["auto", *StrategyRegistry.available_strategies()]
+    if name.lower() not in names and name not in classes:
         raise ConfigurationError(
-            f"there is no strategy {name!r}.", where=where, fix=f"The nearest name is {nearest(name.lower(), known)!r}."
+            f"there is no strategy {name!r}.", where=where, fix=f"The nearest is {nearest(name, [*names, *classes])!r}."
         )
 
 
