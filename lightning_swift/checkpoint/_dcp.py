@@ -42,22 +42,31 @@ class _HashingFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "wb"))
         self.digest = hashlib.sha256()
         self.size = 0
+        # torch's archive writer turns what a write raises into "unexpected pos" of its own.
+        self.failure: OSError | None = None
 
     @override
     def write(self, data: Any) -> int:
-        if self.size > 0:
-            faultpoint(POINT_MIDDLE_OF_DATA)
+        try:
+            if self.size > 0:
+                faultpoint(POINT_MIDDLE_OF_DATA)
+            written = super().write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         self.digest.update(data)
         self.size += memoryview(data).nbytes
-        return super().write(data)
+        return written
 
     @override
     def close(self) -> None:
         # torch closes the stream itself, so this is the last moment at which the file can be synced.
-        if not self.closed:
-            self.flush()
-            os.fsync(self.fileno())
-        super().close()
+        try:
+            if not self.closed and self.failure is None:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
 
 
 class _SyncedFileSystem(FileSystem):
@@ -73,8 +82,13 @@ class _SyncedFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _HashingFile(Path(path)) as file:
-            yield file
+        try:
+            with _HashingFile(Path(path)) as file:
+                yield file
+        except RuntimeError as error:
+            if file.failure is None:
+                raise
+            raise file.failure from error
         self.records[Path(path).name] = FileRecord(size=file.size, sha256=file.digest.hexdigest())
 
     @override

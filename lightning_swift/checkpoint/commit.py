@@ -79,7 +79,8 @@ def commit(
     Args:
         path: Where the checkpoint shall appear; the same on all ranks.
         write: Called on every rank with the temporary directory; writes this rank's files and returns their records
-            by name relative to it (see :func:`record_file`).
+            by name relative to it (see :func:`record_file`). Where it makes collective calls, an error before the last
+            of them must reach all ranks through them, as torch.distributed.checkpoint has it.
         describe: Called on rank 0 with the records of all ranks; returns the manifest.
         run_id: The run that saves. A checkpoint of another run is not replaced.
 
@@ -96,8 +97,9 @@ def commit(
             lock = _lock(step.value)
     temporary: Path = step.values[0]
     try:
-        with Together(ranks, "writing", path) as step:
+        with Together(ranks, "writing", path):
             faultpoint(POINT_BEFORE_DATA)
+        with Together(ranks, "writing", path) as step:
             step.value = write(temporary)
         files = {name: record for records in step.values for name, record in records.items()}
         with Together(ranks, "committing", path):

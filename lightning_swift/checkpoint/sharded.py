@@ -100,9 +100,10 @@ def save(
     """
     ranks = Ranks.current()
     tensors: dict[str, TensorRecord] = {}
+    with Together(ranks, "checking the state", path):
+        _check_safe({name: value for name, value in state.items() if not isinstance(value, torch.Tensor)})
 
     def write(directory: Path) -> dict[str, FileRecord]:
-        _check_safe({name: value for name, value in state.items() if not isinstance(value, torch.Tensor)})
         writer = SyncedWriter(directory)
         with _quiet():
             metadata = dcp_save(

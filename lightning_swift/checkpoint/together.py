@@ -102,7 +102,8 @@ class _Failure:
 class Together:
     """``with Together(ranks, "writing", path) as step: step.value = ...``: afterwards ``step.values`` has all ranks'.
 
-    If the body raises on any rank, every rank raises the error of the lowest rank that failed first. A collective call.
+    If the body raises on any rank, every rank raises the error of the lowest rank that failed. A collective call. The
+    body may make collective calls only if an error before them reaches all ranks: else the others would wait there.
 
     Args:
         ranks: Who takes part.
