@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_swift.errors import ModelError
-from lightning_swift.parallel.blocks import find_embeddings, is_separable
+from lightning_swift.parallel.blocks import class_names, find_embeddings, is_separable
 from lightning_swift.parallel.dtypes import PrecisionPolicy
 from lightning_swift.parallel.mesh import data_parallel_mesh
 
@@ -124,6 +124,10 @@ def _shard_units(
     if sharing:
         # One group for all owners of a shared parameter, so that its gradient is summed before it is reduced.
         fully_shard(sharing, reshard_after_forward=after, **options)
+    for unit in units:
+        # A wrapper (peft's, for one) generates by calling the model inside, past its own forward.
+        if "PreTrainedModel" not in class_names(unit) and callable(getattr(unit, "generate", None)):
+            register_fsdp_forward_method(unit, "generate")
     if sharing or _own_parameters(module):
         _shard_outermost(module, after, options)
 

@@ -22,6 +22,7 @@ from lightning_swift.parallel.agreement import copy_from_first_rank
 from lightning_swift.parallel.apply import choose_blocks, compile_blocks
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import cast_parameters, check_masters
+from lightning_swift.parallel.gradients import total_norm
 from lightning_swift.parallel.memory import return_freed_memory
 from lightning_swift.parallel.mesh import MeshSizes, build_mesh, data_parallel_rank
 from lightning_swift.parallel.sharding import device_of_shards, reshard, shard, sharded_roots
@@ -86,6 +87,14 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh_sizes.data_parallel, "rank": data_parallel_rank(self.device_mesh)}
+
+    def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of all gradients of the module as one vector, a plain float32 scalar equal on all ranks; to log it.
+
+        For ``on_before_optimizer_step``, where Lightning's own ``grad_norm`` knows no sharded gradients.
+        """
+        assert self.lightning_module is not None
+        return total_norm((p.grad for p in self.lightning_module.parameters() if p.grad is not None), norm_type)
 
     @override
     def set_world_ranks(self) -> None:

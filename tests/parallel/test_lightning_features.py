@@ -20,7 +20,7 @@ import lightning_swift  # noqa: F401  # registers the name
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from tests.harness.models import Tokens, UserModule, loader, quiet_trainer, tiny_model
 from tests.harness.ranks import ranks
-from tests.parallel.references import fit, mean_losses, single_process
+from tests.parallel.references import fit, mean_losses, norm_of, single_process
 
 
 def data(n: int = 64, batch_size: int = 4) -> Any:
@@ -40,6 +40,21 @@ def test_logged_values_are_means_over_ranks() -> None:
     trainer = quiet_trainer(strategy=FSDPBF16Strategy(), max_steps=1, num_sanity_val_steps=0)
     trainer.fit(module, data(8))
     assert trainer.callback_metrics["loss"].item() == pytest.approx(mean_losses(module)[0], rel=1e-6)  # float32
+
+
+class LogsNorm(UserModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.trainer.strategy.gradient_norm())
+
+
+@ranks(2)
+def test_the_norm_of_the_gradients_can_be_logged() -> None:
+    module = LogsNorm()
+    trainer = quiet_trainer(strategy=FSDPBF16Strategy("32-true"), max_steps=1, num_sanity_val_steps=0)
+    trainer.fit(module, data(8))
+    _, gradients, _ = single_process(tiny_model().train(), world=2, steps=1)
+    # A sum of 2e5 squares in float32, in another order.
+    assert trainer.callback_metrics["norm"].item() == pytest.approx(norm_of(gradients), rel=2e-6)
 
 
 class Scheduled(UserModule):

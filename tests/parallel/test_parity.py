@@ -146,6 +146,12 @@ def test_peft_adapters_are_a_single_process() -> None:
     assert all("lora_" in name for name in gradients)
     assert_gradients(recorded.gradients, gradients)
     assert close(mean_losses(module), losses)
+    # peft generates by calling the model inside, past the forward of what is sharded.
+    module.model.eval()
+    ids = torch.arange(3, 8)[None]
+    with torch.no_grad():
+        text = module.model.generate(input_ids=ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert text.shape == (1, 9)
 
 
 @ranks(4)
