@@ -273,13 +273,17 @@ def test_a_batch_without_targets_adds_nothing(reduction: Any) -> None:
             gradients.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
 
     gradients: list[dict[str, Tensor]] = []
+    losses: list[float] = []
     full = {"input_ids": X[0], "labels": X[0]}
     empty = {"input_ids": X[0].flip(0), "labels": torch.full_like(X[0], -100)}
     for rows in ([full], [full, empty]):
         module = Recorder(tiny_config(layers=1), loss_reduction=reduction)
-        quiet_trainer(max_steps=1, accumulate_grad_batches=len(rows)).fit(module, DataLoader(Rows(*rows)))
+        trainer = quiet_trainer(max_steps=1, accumulate_grad_batches=len(rows), log_every_n_steps=1)
+        trainer.fit(module, DataLoader(Rows(*rows)))
+        losses.append(trainer.logged_metrics["train_loss"].item())
     # The mean of means counts the empty batch as a mean of 0; the mean over tokens does not count it.
     share = 1.0 if reduction == "token" else 0.5
+    assert losses[1] == pytest.approx(losses[0] if reduction == "token" else 0.0)
     for name, alone in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], share * alone)
 

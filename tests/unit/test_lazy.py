@@ -82,6 +82,30 @@ def test_a_tied_weight_stored_under_its_other_name_is_found(tmp_path: Path) -> N
     assert torch.equal(model(X).logits, expected(X).logits)
 
 
+def test_a_tied_weight_stored_twice_is_read_once(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_tiny_model(tmp_path, "qwen3", layers=1)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = lazy_pretrained(folder)
+    report = load_lazy_weights(model, device="cpu")
+    assert report.bytes_read == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert report.unexpected == ()
+
+
+def test_generation_settings_come_from_the_folder(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"max_new_tokens": 7, "eos_token_id": [2, 5]}))
+    model = lazy_pretrained(folder)
+    assert model.generation_config.max_new_tokens == 7
+    assert model.generation_config.eos_token_id == [2, 5]
+    path.write_text("{")
+    with pytest.raises(ModelError, match="generation_config"):
+        lazy_pretrained(folder)
+
+
 def test_the_base_model_prefix_is_added_or_dropped(tmp_path: Path) -> None:
     from transformers import AutoModel
 
@@ -187,6 +211,12 @@ def test_building_leaves_torch_as_it_was(folder: Path) -> None:
         lazy_pretrained(folder, AutoModelForImageClassification)
     assert dict(module._global_parameter_registration_hooks) == before
     assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+def test_buffers_are_real_under_any_default_device(folder: Path) -> None:
+    with torch.device("meta"):
+        model = lazy_pretrained(folder)
+    assert not any(b.is_meta for b in model.buffers())
 
 
 def test_other_modules_are_left_alone() -> None:
