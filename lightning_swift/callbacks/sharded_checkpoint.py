@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_swift.errors import ConfigurationError
+from lightning_swift.checkpoint.layout import Manifest, read_manifest
+from lightning_swift.errors import CheckpointError, ConfigurationError
 
 __all__ = ["ShardedCheckpoint"]
 
@@ -89,6 +91,35 @@ class ShardedCheckpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.monitor == "step" and self.save_top_k > 0 and trainer.ckpt_path is not None:
+            self._adopt(trainer, Path(trainer.ckpt_path))
+
+    def _adopt(self, trainer: pl.Trainer, resumed_from: Path) -> None:
+        """Count checkpoints of the resumed run that its last state does not know of, so that they are kept in bounds.
+
+        A run that dies between a commit and the deletion of an older checkpoint leaves one too many.
+        """
+        found: list[tuple[int, str]] = trainer.strategy.broadcast(self._of_run(resumed_from))
+        self.best_k_models |= {path: torch.tensor(step) for step, path in found[-self.save_top_k :]}
+        for path in [path for _, path in found[: -self.save_top_k]]:
+            self.best_k_models.pop(path, None)
+            trainer.strategy.remove_checkpoint(path)
+        if self.best_k_models:
+            self.kth_best_model_path = min(self.best_k_models, key=lambda path: int(self.best_k_models[path]))
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
+
+    def _of_run(self, resumed_from: Path) -> list[tuple[int, str]]:
+        """Step and path of this directory's checkpoints of the run, oldest first; none if it has newer ones."""
+        current = _manifest(resumed_from)
+        if current is None or self.dirpath is None:
+            return []
+        paths = [path for path in Path(self.dirpath).glob("step-*.ckpt") if not path.is_symlink()]
+        known = [(m.global_step, str(path)) for path in paths if (m := _manifest(path)) and m.run.id == current.run.id]
+        return sorted(known) if all(step <= current.global_step for step, _ in known) else []
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
@@ -109,3 +140,10 @@ class ShardedCheckpoint(ModelCheckpoint):
         candidates = self._monitor_candidates(trainer)
         if self.monitor in candidates and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, candidates)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
