@@ -79,10 +79,12 @@ class RawTensor:
     Args:
         position: Where the element with index 0 on every axis lies in its file, in bytes.
         stride: Elements between neighbours on each axis, None when they lie in row-major order.
+        crc: CRC-32 of the bytes as the archive records it; None if the archive holds more than these bytes.
     """
 
     position: int
     stride: tuple[int, ...] | None
+    crc: int | None
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ def locate(fd: int, entry: BytesEntry, *, dtype: str, shape: tuple[int, ...]) ->
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         found = f"{tensor.dtype} {list(tensor.shape)}"
         raise _unreadable(f"it holds {found} where .metadata says {dtype} {list(shape)}.", where)
-    return _view(tensor, record.file_size, position, where)
+    return _view(tensor, record, position, where)
 
 
 def _read_archive(archive: zipfile.ZipFile, where: str) -> tuple[TensorRef, zipfile.ZipInfo]:
@@ -303,20 +305,22 @@ def _read_archive(archive: zipfile.ZipFile, where: str) -> tuple[TensorRef, zipf
     return tensor, record
 
 
-def _view(tensor: TensorRef, storage_bytes: int, position: int, where: str) -> RawTensor:
+def _view(tensor: TensorRef, record: zipfile.ZipInfo, position: int, where: str) -> RawTensor:
     """The place of the tensor in its storage, which begins at ``position``."""
     size = ITEM_SIZES[tensor.dtype]
     numbers = (tensor.offset, *tensor.shape, *tensor.stride)
     if not all(map(_natural, numbers)) or len(tensor.shape) != len(tensor.stride):
         raise _unreadable("the tensor's shape, stride and offset make no sense.", where)
     last = tensor.offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
-    if math.prod(tensor.shape) and (last + 1) * size > storage_bytes:
+    if math.prod(tensor.shape) and (last + 1) * size > record.file_size:
         raise _unreadable("the tensor is larger than the bytes stored for it.", where)
     start = position + tensor.offset * size
     # The stride of an axis of length one is arbitrary.
     steps = [s for n, s in zip(tensor.shape, tensor.stride, strict=True) if n != 1]
     row_major = steps == list(_row_major([n for n in tensor.shape if n != 1]))
-    return RawTensor(start, None if row_major or not math.prod(tensor.shape) else tensor.stride)
+    whole = tensor.offset == 0 and (last + 1) * size == record.file_size
+    stride = None if row_major or not math.prod(tensor.shape) else tensor.stride
+    return RawTensor(position=start, stride=stride, crc=record.CRC if whole else None)
 
 
 def _stored(info: zipfile.ZipInfo) -> bool:

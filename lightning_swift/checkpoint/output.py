@@ -19,13 +19,15 @@ POINT_BEFORE_COMMIT = "output-before-commit"
 
 
 @contextmanager
-def fresh_folder(output: Path) -> Iterator[Path]:
+def fresh_folder(output: Path, *, sync: bool = True) -> Iterator[Path]:
     """Give a temporary folder to write into; it becomes ``output`` when the block ends without an error.
 
     A block that raises leaves nothing behind. A killed process leaves ``.NAME.partial``, which the next call clears.
 
     Args:
         output: Must not exist, or be an empty directory.
+        sync: Wait until the data are on the disk before the rename. Without it a power cut within the next half
+            minute can leave cut files (which safetensors refuses to load); the death of the process cannot.
 
     Raises:
         ExportError: ``output`` holds something, or another process is writing it.
@@ -39,7 +41,8 @@ def fresh_folder(output: Path) -> Iterator[Path]:
     try:
         _clear(partial)
         yield partial
-        _sync(partial)
+        if sync:
+            _sync(partial)
         faultpoint(POINT_BEFORE_COMMIT)
         _refuse_existing(output)
         os.rename(partial, output)
@@ -70,11 +73,11 @@ def _lock(partial: Path, output: Path) -> int:
 
 
 def _clear(folder: Path) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for entry in list(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
         else:
-            os.unlink(entry.path)
+            entry.unlink()
 
 
 def _sync(folder: Path) -> None:

@@ -29,6 +29,7 @@ from lightning_swift.errors import CheckpointCorruptError, UnsafeCheckpointError
 
 __all__ = ["check_hashes", "hashing_meanwhile", "verify"]
 
+_SHARD_SUFFIX = ".distcp"
 _BLOCK = 1 << 18
 _FIX = "Use another checkpoint of the run."
 
@@ -58,19 +59,23 @@ def verify(directory: Path, *, hashes: bool = True) -> Manifest:
     return manifest
 
 
-def check_hashes(directory: Path, manifest: Manifest, *, stop: threading.Event | None = None) -> None:
+def check_hashes(
+    directory: Path, manifest: Manifest, *, tensors: bool = True, stop: threading.Event | None = None
+) -> None:
     """Compare the SHA-256 of every file with the manifest, several files at a time; 256 KiB of memory for each.
 
     Args:
         directory: The checkpoint.
         manifest: Its manifest; names and sizes have been checked.
+        tensors: Include the ``.distcp`` files, which are nearly all of the bytes.
         stop: Set it from another thread to end early without a result.
 
     Raises:
         CheckpointCorruptError: A file's content is not what was saved.
     """
     # The largest first, so that the last thread to finish is not left alone with one of them.
-    files = sorted(manifest.files.items(), key=lambda item: -item[1].size)
+    chosen = [(name, record) for name, record in manifest.files.items() if tensors or not name.endswith(_SHARD_SUFFIX)]
+    files = sorted(chosen, key=lambda item: -item[1].size)
     stop = stop or threading.Event()
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         results = [pool.submit(_check_hash, contained(directory, name), record, stop) for name, record in files]
@@ -89,12 +94,13 @@ def hashing_meanwhile(checkpoint: Path, manifest: Manifest, *, enabled: bool) ->
     Args:
         checkpoint: The checkpoint.
         manifest: Its manifest; names and sizes have been checked.
-        enabled: False does nothing.
+        enabled: False checks only the files that hold no tensors, before the block.
 
     Raises:
-        CheckpointCorruptError: At the end of the block, if a file's content is not what was saved.
+        CheckpointCorruptError: At the end of the block at the latest, if a file's content is not what was saved.
     """
     if not enabled:
+        check_hashes(checkpoint, manifest, tensors=False)
         yield
         return
     stop = threading.Event()
@@ -139,16 +145,17 @@ def _check_names(directory: Path, manifest: Manifest) -> None:
 
 def _walk(directory: Path) -> Iterator[str]:
     """Names of everything below ``directory``; links and special files are refused, not followed."""
-    for entry in os.scandir(directory):
-        mode = entry.stat(follow_symlinks=False).st_mode
-        if stat.S_ISREG(mode):
-            yield entry.name
-        elif stat.S_ISDIR(mode) and entry.name == HUGGINGFACE:
-            yield from (f"{entry.name}/{name}" for name in _walk(Path(entry.path)))
-        elif stat.S_ISDIR(mode):
-            yield f"{entry.name}/"
-        else:
-            raise UnsafeCheckpointError(f"{entry.name!r} is not a regular file.", where=str(directory))
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            mode = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISREG(mode):
+                yield entry.name
+            elif stat.S_ISDIR(mode) and entry.name == HUGGINGFACE:
+                yield from (f"{entry.name}/{name}" for name in _walk(Path(entry.path)))
+            elif stat.S_ISDIR(mode):
+                yield f"{entry.name}/"
+            else:
+                raise UnsafeCheckpointError(f"{entry.name!r} is not a regular file.", where=str(directory))
 
 
 def _check_sizes(directory: Path, manifest: Manifest) -> None:

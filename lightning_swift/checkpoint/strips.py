@@ -30,11 +30,15 @@ def assemble(
         shape: Global shape of at least one axis; ``boxes`` cover it exactly.
         boxes: Where each chunk lies in the tensor.
         strides: Stride of each chunk in elements, None for row-major. Only a chunk with a stride is read whole.
-        read: ``read(chunk, start, length)`` gives bytes of one chunk.
+        read: ``read(chunk, start, length)`` gives bytes of one chunk; each byte is asked for once, in order.
         itemsize: Bytes per element.
         strip_bytes: About how many bytes to assemble at a time.
     """
     cell = np.dtype(f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
+    whole: dict[int, np.ndarray] = {}
+    for index, (box, stride) in enumerate(zip(boxes, strides, strict=True)):
+        if stride is not None:
+            whole[index] = _strided(index, box, stride, read, cell)
     for low, high in _strips(shape, strip_bytes // itemsize):
         strip = np.empty([stop - start for start, stop in zip(low, high, strict=True)], cell)
         for index, box in enumerate(boxes):
@@ -43,8 +47,9 @@ def assemble(
             if all(a < b for a, b in zip(start, stop, strict=True)):
                 target = tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, low, strict=True))
                 local = [(a - o, b - o) for a, b, o in zip(start, stop, box.offsets, strict=True)]
-                strip[target] = _part(index, box, strides[index], local, read, cell)
-        yield strip.view(np.uint8).data
+                window = tuple(slice(a, b) for a, b in local)
+                strip[target] = whole[index][window] if index in whole else _part(index, box, local, read, cell)
+        yield strip.reshape(-1).view(np.uint8).data
 
 
 def _strips(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -61,27 +66,22 @@ def _strips(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...
             yield low, high
 
 
-def _part(
-    index: int,
-    box: Box,
-    stride: tuple[int, ...] | None,
-    local: list[tuple[int, int]],
-    read: _Read,
-    cell: np.dtype,
-) -> np.ndarray:
-    """The elements ``local`` (start and stop per axis, relative to the chunk) of one chunk."""
-    size = cell.itemsize
-    window = tuple(slice(a, b) for a, b in local)
-    if stride is not None:
-        span = 1 + sum((n - 1) * step for n, step in zip(box.sizes, stride, strict=True))
-        data = np.frombuffer(read(index, 0, span * size), cell)
-        return np.lib.stride_tricks.as_strided(data, box.sizes, [step * size for step in stride])[window]
-    # Leading axes of extent one, then one axis with a range: everything from the first to the last row is one run.
+def _strided(index: int, box: Box, stride: tuple[int, ...], read: _Read, cell: np.dtype) -> np.ndarray:
+    """The whole of a chunk that does not lie in row-major order."""
+    span = 1 + sum((n - 1) * step for n, step in zip(box.sizes, stride, strict=True))
+    data = np.frombuffer(read(index, 0, span * cell.itemsize), cell)
+    return np.lib.stride_tricks.as_strided(data, box.sizes, [step * cell.itemsize for step in stride])
+
+
+def _part(index: int, box: Box, local: list[tuple[int, int]], read: _Read, cell: np.dtype) -> np.ndarray:
+    """The elements ``local`` (start and stop per axis, relative to the chunk) of a row-major chunk.
+
+    A strip is contiguous in the tensor, so its share of a chunk is: single indices on the leading axes, one range of
+    rows, and all of the axes after it.
+    """
     axis = next((i for i, (a, b) in enumerate(local) if b - a > 1), len(local) - 1)
     inner = math.prod(box.sizes[axis + 1 :])
     first = sum(a * math.prod(box.sizes[i + 1 :]) for i, (a, _) in enumerate(local[: axis + 1]))
     rows = local[axis][1] - local[axis][0]
-    data = np.frombuffer(read(index, first * size, rows * inner * size), cell)
-    return data.reshape([*(1 for _ in local[:axis]), rows, *box.sizes[axis + 1 :]])[
-        (*(slice(None) for _ in local[: axis + 1]), *window[axis + 1 :])
-    ]
+    data = np.frombuffer(read(index, first * cell.itemsize, rows * inner * cell.itemsize), cell)
+    return data.reshape([*(1 for _ in local[:axis]), rows, *box.sizes[axis + 1 :]])

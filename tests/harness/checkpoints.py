@@ -61,22 +61,22 @@ def save_dcp(directory: Path, state: Mapping[str, Any]) -> None:
 
 
 def save_checkpoint(
-    directory: Path, state: Mapping[str, Any], *, huggingface: Callable[[Path], object] | None = None, **fields: Any
+    directory: Path, state: Mapping[str, Any], *, companions: Callable[[Path], object] | None = None, **fields: Any
 ) -> None:
     """A whole checkpoint of ``state`` (keys as in the format); collective where torch.distributed is in use.
 
     Args:
         directory: Must not exist.
         state: ``model.<fqn>`` and ``optimizer_0...`` entries.
-        huggingface: Called with ``huggingface/`` to fill it.
+        companions: Called with ``huggingface/`` to fill it.
         fields: Fields of the manifest.
     """
     save_dcp(directory, state)
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save({"epoch": 0, "global_step": 10}, directory / "meta.pt")
-        if huggingface is not None:
+        if companions is not None:
             (directory / "huggingface").mkdir()
-            huggingface(directory / "huggingface")
+            companions(directory / "huggingface")
         write_manifest(directory, **fields)
     if dist.is_initialized():
         dist.barrier()
@@ -108,5 +108,5 @@ def small_checkpoint(directory: Path, **fields: Any) -> Path:
     def companions(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps({"model_type": "none", "dtype": "float32"}))
 
-    save_checkpoint(directory, small_state(), huggingface=companions, **fields)
+    save_checkpoint(directory, small_state(), companions=companions, **fields)
     return directory
