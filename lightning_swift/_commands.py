@@ -62,12 +62,13 @@ def _add_checkpoint_and_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_hashes_and_json(parser: argparse.ArgumentParser) -> None:
+def _add_hashes_and_json(parser: argparse.ArgumentParser, *, default: bool) -> None:
     parser.add_argument(
-        "--no-verify-hashes",
-        dest="verify_hashes",
-        action="store_false",
-        help="skip comparing every file with its hash in the manifest (names and sizes are still checked)",
+        "--verify-hashes",
+        action=argparse.BooleanOptionalAction,
+        default=default,
+        help="compare every file with its SHA-256 in the manifest (default: %(default)s); names, sizes and structure "
+        "are always checked, and what is merged is checked by its CRC-32",
     )
     _add_json(parser)
 
@@ -85,7 +86,7 @@ def _add_merge(commands: _Commands) -> None:
         more="Reads and writes piece by piece in little memory, on any machine, without torch.",
     )
     _add_checkpoint_and_output(parser)
-    _add_hashes_and_json(parser)
+    _add_hashes_and_json(parser, default=False)
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -104,7 +105,7 @@ def _merge(options: argparse.Namespace) -> int:
     print(
         f"{report.output}: {report.tensors} tensors, {report.parameters / 1e6:.1f} M parameters, mostly "
         f"{report.dtype}, {_size(report.nbytes)}{adapter}; hashes "
-        f"{'compared' if report.hashes_verified else 'not read'}"
+        f"{'compared' if report.hashes_verified else 'of tensors not compared (their CRC-32 was)'}"
     )
     return 0
 
@@ -154,7 +155,7 @@ def _export(options: argparse.Namespace) -> int:
 def _add_inspect(commands: _Commands) -> None:
     parser = _add(commands, "inspect", _inspect, help="say what is in a checkpoint and whether it is whole")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a sharded checkpoint (NAME.ckpt/)")
-    _add_hashes_and_json(parser)
+    _add_hashes_and_json(parser, default=True)
 
 
 def _inspect(options: argparse.Namespace) -> int:
