@@ -21,9 +21,9 @@ COMMANDS = {
     "validate": [],
     "test": [],
     "predict": [],
-    "merge": ["--dtype", "--json", "--max-shard-size", "--no-verify-hashes", "--verify-hashes", "checkpoint", "output"],
+    "merge": ["--dtype", "--json", "--max-shard-size", "--no-verify-hashes", "checkpoint", "output"],
     "export": ["--dtype", "--format", "--json", "--max-shard-size", "--no-verify", "checkpoint", "output"],
-    "inspect": ["--json", "--no-verify-hashes", "--verify-hashes", "checkpoint"],
+    "inspect": ["--json", "--no-verify-hashes", "checkpoint"],
     "generate": ["--device", "--max-new-tokens", "--prompt", "--seed", "--temperature", "folder"],
     "recipes": ["--json"],
 }
