@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +31,7 @@ from lightning_swift.checkpoint.layout import read_manifest
 from lightning_swift.checkpoint.merge import MergeDType, merge_checkpoint
 from lightning_swift.checkpoint.output import fresh_folder
 from lightning_swift.checkpoint.together import Together
-from lightning_swift.errors import ConfigurationError
+from lightning_swift.errors import ConfigurationError, ExportError
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, find_model, tokenizer_of
 from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 
@@ -106,7 +108,8 @@ class ExportForInference(L.Callback):
         with patient_ranks() as ranks:
             with Together(ranks, "exporting the model", self.output) as step:
                 if ranks.rank == 0:
-                    step.value = self._export(trainer, pl_module, model, checkpoint, expected)
+                    with _naming(checkpoint):
+                        step.value = self._export(trainer, pl_module, model, checkpoint, expected)
             if made and checkpoint is not None and ranks.rank == 0:
                 remove(checkpoint)
         report: ExportReport = step.values[0]
@@ -142,6 +145,18 @@ class ExportForInference(L.Callback):
             write_adapter(checkpoint, folder)
         else:
             merge_checkpoint(checkpoint, folder, dtype=self.dtype, max_shard_size=self.max_shard_size)
+
+
+@contextmanager
+def _naming(checkpoint: Path | None) -> Iterator[None]:
+    """Say where the weights are if the export fails: the training is over, and they are what it was for."""
+    try:
+        yield
+    except ExportError as error:
+        if checkpoint is None:
+            raise
+        kept = f"The trained weights are in {checkpoint}; try again with `lightning-swift export`."
+        raise ExportError(error.what, where=error.where, fix=kept) from error
 
 
 def _refuse_strategy(strategy: object) -> None:
@@ -189,7 +204,8 @@ def _saved_already(trainer: L.Trainer) -> Path | None:
         return None
     names: list[str] = []
     for callback in trainer.checkpoint_callbacks:
-        names += [getattr(callback, "last_model_path", ""), *getattr(callback, "best_k_models", {})]
+        names += [getattr(callback, name, "") for name in ("last_model_path", "best_model_path")]
+        names += getattr(callback, "best_k_models", {})
     paths = [Path(name) for name in names if name and is_checkpoint(Path(name))]
     return next((path for path in paths if read_manifest(path).global_step == trainer.global_step), None)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from lightning_swift.checkpoint.adapter import write_adapter
 from lightning_swift.checkpoint.commit import locate
@@ -67,7 +68,7 @@ def export_checkpoint(
     With ``verify`` the folder is loaded in a fresh process, from its own files only, and held against the checkpoint,
     whose tensors are read by another way into a model of its config: every tensor and every logit must have the same
     bits (those of the cast tensors if ``dtype`` is given). Where an adapter was merged, logits may differ by rounding.
-    Verification needs memory for the whole model, twice in turn.
+    Verification needs memory for the whole model, twice in turn. Works in one process, outside of training.
 
     Args:
         checkpoint: A checkpoint directory.
@@ -83,6 +84,7 @@ def export_checkpoint(
         ExportError: The export cannot be made, or does not reproduce the checkpoint.
     """
     check_format(format, dtype)
+    _refuse_company()
     checkpoint = locate(Path(checkpoint))
     manifest = verify_checkpoint(checkpoint)
     if manifest.huggingface is None:
@@ -100,6 +102,16 @@ def export_checkpoint(
             merge_checkpoint(checkpoint, folder, dtype=dtype, max_shard_size=max_shard_size, verify_hashes=False)
         verdict = verify_folder(folder, _expected(checkpoint, manifest, format, dtype), base=base) if verify else None
         return report_on(folder, Path(output), format, verdict)
+
+
+def _refuse_company() -> None:
+    # The checkpoint would be read by all ranks together, and only one of them can write the folder.
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigurationError(
+            f"export_checkpoint was called in a group of {dist.get_world_size()} processes; it works in one.",
+            where="export_checkpoint",
+            fix="Use the ExportForInference callback, or `lightning-swift export` after the training.",
+        )
 
 
 def check_format(format: str, dtype: str | None) -> None:

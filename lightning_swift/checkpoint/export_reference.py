@@ -89,7 +89,9 @@ def _with_adapters(model: Any, adapters: Mapping[str, Any]) -> Any:
     for number, (name, content) in enumerate(adapters.items()):
         kind = PEFT_TYPE_TO_CONFIG_MAPPING[content["peft_type"]]
         known = {field.name for field in fields(kind)}
-        config = kind(**{key: value for key, value in content.items() if key in known})
+        options = {key: value for key, value in content.items() if key in known}
+        # peft warns when the model it wraps was not loaded from this folder, as here.
+        config = kind(**{**options, "base_model_name_or_path": None})
         if number:
             model.add_adapter(name, config)
         else:

@@ -28,7 +28,7 @@ since the error of thousands of summands grows with the depth of the model (meas
 transposed or stale layer moves logits by their own size.
 """
 
-_FIX = "The checkpoint is untouched; nothing was exported."
+_FIX = "Nothing was exported."
 # What a launcher sets for the training process and no other.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PL_")
@@ -125,7 +125,8 @@ def _environment(request: Request) -> dict[str, str]:
 
 
 def _refuse_names(folder: Path, answer: Answer) -> None:
-    for kind, names in (("missing", answer.missing), ("unexpected", answer.unexpected)):
+    kinds = {"missing": answer.missing, "mis-shaped": answer.mismatched, "unexpected": answer.unexpected}
+    for kind, names in kinds.items():
         if names:
             raise ExportError(f"{len(names)} {kind} tensors: {', '.join(names[:8])}.", where=str(folder), fix=_FIX)
 

@@ -51,6 +51,7 @@ class Answer:
     """What was found: names that do not fit, the dtype, digests if asked for; the logits are in a file next to it."""
 
     missing: list[str]
+    mismatched: list[str]
     unexpected: list[str]
     dtype: str
     digests: dict[str, str]
@@ -69,7 +70,8 @@ def main(arguments: list[str]) -> None:
     model, info = load_folder(request)
     logits = logits_of(model, request.ids, device=request.device)
     answer = Answer(
-        missing=sorted(map(str, (*info["missing_keys"], *info.get("mismatched_keys", ())))),
+        missing=sorted(map(str, info["missing_keys"])),
+        mismatched=sorted(str(key[0]) for key in info["mismatched_keys"]),
         unexpected=sorted(map(str, info["unexpected_keys"])),
         dtype=str(model.dtype).removeprefix("torch."),
         digests=digests_of(model) if request.digests else {},
@@ -97,6 +99,8 @@ def load_folder(request: Request) -> tuple[Any, dict[str, Any]]:
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,
+        # Reported with their names, as the missing ones are.
+        ignore_mismatched_sizes=True,
         **options,
     )
     if request.base is not None:
