@@ -46,8 +46,7 @@ def class_bases(hint: Hint) -> list[type]:
 
     Empty where a mapping of any content is allowed too: it could not be told apart.
     """
-    kinds: list[Any] = [*members(hint), *map(typing.get_origin, members(hint))]
-    if any(isinstance(kind, type) and issubclass(kind, Mapping) for kind in kinds):
+    if _accepts_any_mapping(hint):
         return []
     return [
         member
@@ -61,10 +60,17 @@ def class_bases(hint: Hint) -> list[type]:
 
 def record(hint: Hint) -> dict[str, Hint] | None:
     """Fields of a dataclass that is given as a plain mapping, or None where the hint is something else."""
+    if _accepts_any_mapping(hint):
+        return None
     for member in members(hint):
         if isinstance(member, type) and dataclasses.is_dataclass(member):
             return parameters(member)
     return None
+
+
+def _accepts_any_mapping(hint: Hint) -> bool:
+    kinds: list[Any] = [*members(hint), *map(typing.get_origin, members(hint))]
+    return any(kind is Any or (isinstance(kind, type) and issubclass(kind, Mapping)) for kind in kinds)
 
 
 def parameters(cls: type) -> dict[str, Hint] | None:

@@ -34,10 +34,12 @@ def dry_run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_recipe_trains_saves_and_exports(name, tmp_path):
-    one_rank = [] if name == "quickstart" else ["--trainer.devices", "1"]
-    result = dry_run(["fit", "--config", name, *one_rank], tmp_path)
+    # One rank shows what a recipe does with one device; the others show the ranks together.
+    ranks = 1 if name == "sft_fsdp" else 2
+    result = dry_run(["fit", "--config", name, "--trainer.devices", str(ranks)], tmp_path)
     assert "`max_steps=2` reached" in result.stderr
-    ranks = 2 if name == "quickstart" else 1
+    # A dry run of two copies of the model is on two ranks what it is on two machines.
+    assert ("dp_replicate 2" in result.stderr) == (name == "sft_hsdp")
     assert f"MEMBER: {ranks}/{ranks}" in result.stderr
 
 
