@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -164,6 +165,45 @@ def test_evaluation_and_no_grad_run_the_blocks_as_they_are() -> None:
         assert out[1].get_seq_length() == IDS.shape[1], "the cache works where nothing is recomputed"
 
 
+def test_evaluation_with_gradients_recomputes_nothing() -> None:
+    model = tiny_model("llama").eval()
+    calls = counted_calls(model, "model.layers.0.mlp")
+    apply_checkpointing(model, FULL)
+    gradients(model)
+    assert len(calls) == 1
+
+
+class CountingOperators(TorchDispatchMode):
+    """How often each operator really runs; what a selective cache answers does not reach this mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "matmul"), [("llama", "mm"), ("gpt2", "addmm")])
+def test_selective_computes_attention_and_matrix_products_once(kind: str, matmul: str) -> None:
+    model = tiny_model(kind).train()
+    runs = {}
+    for settings in (None, SELECTIVE, FULL):
+        remove_checkpointing(model)
+        if settings is not None:
+            apply_checkpointing(model, settings)
+        with CountingOperators() as counter:
+            gradients(model)
+        runs[settings] = counter.runs
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert runs[None][attention] == runs[SELECTIVE][attention] == 3
+    assert runs[None][matmul] == runs[SELECTIVE][matmul] > 0
+    assert runs[FULL][attention] == 6
+    assert runs[FULL][matmul] > runs[None][matmul]
+    assert runs[SELECTIVE]["mul"] > runs[None]["mul"], "the rest was computed again"
+
+
 def test_generate_works_on_a_checkpointed_model() -> None:
     model = tiny_model("llama").eval()
     expected = model.generate(IDS[:, :4], max_new_tokens=5, do_sample=False)
@@ -176,6 +216,19 @@ def test_a_cache_that_is_asked_for_in_training_is_not_written_twice() -> None:
     expected = gradients(model)
     apply_checkpointing(model, EVERY_2)
     assert_bitwise(gradients(model, use_cache=True), expected)
+    assert "cache" not in model(input_ids=IDS, use_cache=True), "the blocks between do not fill it either"
+
+
+def test_a_cache_handed_to_a_block_is_left_out() -> None:
+    from transformers import DynamicCache
+
+    model = tiny_model("llama").train()
+    apply_checkpointing(model, FULL)
+    x = torch.randn(1, 5, 64)
+    position = model.model.rotary_emb(x, torch.arange(5)[None])
+    cache = DynamicCache()
+    model.model.layers[0](x, position_embeddings=position, cache=cache)
+    assert cache.get_seq_length() == 0
 
 
 def test_removing_it_leaves_no_trace() -> None:
