@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -36,6 +37,7 @@ __all__ = [
     "is_checkpoint",
     "locate",
     "record_file",
+    "refuge",
     "remove",
 ]
 
@@ -114,6 +116,20 @@ def commit(
         if not everywhere:
             # No rank goes on with the error before rank 0 has cleaned up.
             ranks.gather(None)
+
+
+def refuge(path: Path, run_id: str) -> tuple[Path, CheckpointError | None]:
+    """Where to save what was meant for ``path``: there, or, if it may not be replaced, under a free name beside it.
+
+    Returns:
+        The path to use, and the reason why it is not ``path`` (None if it is).
+    """
+    try:
+        _refuse_foreign(path, run_id)
+    except CheckpointError as error:
+        free = (path.with_name(f"{path.stem}-v{number}{path.suffix}") for number in itertools.count(1))
+        return next(name for name in free if not os.path.lexists(name)), error
+    return path, None
 
 
 def record_file(path: Path) -> FileRecord:

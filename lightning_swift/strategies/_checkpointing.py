@@ -82,7 +82,12 @@ class ShardedCheckpointing(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write and commit ``checkpoint`` as a directory; every rank calls it."""
+        """Write and commit ``checkpoint`` as a directory; every rank calls it.
+
+        Raises:
+            CheckpointError: Something failed on any rank; or the path is taken by another run or by something else.
+                In that last case the checkpoint lies whole under a free name beside it, so no training is lost.
+        """
         if storage_options is not None:
             raise ConfigurationError(
                 f"{type(self).__name__} writes shards to a local or mounted directory and takes no storage_options.",
@@ -94,11 +99,16 @@ class ShardedCheckpointing(ParallelStrategy):
         weights = {clean(name): value for name, value in rest.pop("state_dict").items()}
         optimizers = rest.pop("optimizer_states", None)
         kept, tied = without_aliases(weights, tied_names(module))
-        with Together(ranks, "checking the state", path):
-            meta = readable_meta(rest) if ranks.rank == 0 else {}
+        run = self._run_record()
+        meta: dict[str, Any] = {}
+        with Together(ranks, "checking the state", path) as step:
+            if ranks.rank == 0:
+                meta = readable_meta(rest)
+                step.value = commit.refuge(path, run.id)
+        target, refusal = step.values[0]
         model = find_model(module)
         save(
-            path,
+            target,
             state=_prefixed(kept, optimizers or []),
             meta=meta,
             description=replace(
@@ -111,6 +121,8 @@ class ShardedCheckpointing(ParallelStrategy):
             ),
             extra_files=None if model is None else lambda d: model.write_files(d, tokenizer_of(module)),
         )
+        if refusal is not None:
+            raise type(refusal)(f"{refusal.what} Saved as {target.name} instead.", where=refusal.where, fix=refusal.fix)
 
     @override
     def load_checkpoint(

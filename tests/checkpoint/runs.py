@@ -37,7 +37,8 @@ def digest(value: Any) -> str:
         value = value.full_tensor()
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
-        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(value.numpy().tobytes()).hexdigest()}"
+        data = value.reshape(-1).view(torch.uint8).numpy()
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(data).hexdigest()}"
     return repr(value)
 
 

@@ -231,3 +231,23 @@ def test_records_are_those_of_the_bytes(tmp_path: Path) -> None:
     record = record_file(tmp_path / "f")
     assert record == FileRecord(3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
     assert replace(record, size=4) != record
+
+
+def test_files_are_synced_before_the_rename_and_the_parent_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def logged_sync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition(".tmp-")[0])
+        sync(descriptor)
+
+    def logged_rename(source: Path, target: Path) -> None:
+        done.append(f"rename to {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", logged_sync)
+    monkeypatch.setattr(os, "rename", logged_rename)
+    save(tmp_path / "a.ckpt")
+    assert done == ["__0_0.distcp", MANIFEST, ".a.ckpt", "rename to a.ckpt", tmp_path.name]

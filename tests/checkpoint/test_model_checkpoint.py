@@ -336,6 +336,25 @@ def test_hugging_face_files_go_with_the_checkpoint(tmp_path: Path) -> None:
     assert manifest.strategy == "FSDPBF16Strategy"
 
 
+@ranks(2)
+def test_a_name_that_is_taken_is_an_error_but_no_training_is_lost(tmp_path: Path) -> None:
+    fit(Scheduled(), steps=1, save=tmp_path / "final.ckpt")
+    before = read_manifest(tmp_path / "final.ckpt")
+    trainer = fit(Scheduled(), steps=2)
+    with pytest.raises(CheckpointError, match=r"another run .*Saved as final-v1\.ckpt instead"):
+        trainer.save_checkpoint(tmp_path / "final.ckpt")
+    assert names(tmp_path) == ["final-v1.ckpt", "final.ckpt"]
+    assert read_manifest(tmp_path / "final.ckpt") == before
+    assert verify(tmp_path / "final-v1.ckpt").global_step == 2
+    if trainer.is_global_zero:
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "notes" / "text").write_text("x")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=r"not a checkpoint is here.*Saved as notes-v1 instead"):
+        trainer.save_checkpoint(tmp_path / "notes")
+    assert (tmp_path / "notes" / "text").read_text() == "x"
+
+
 class Counted(L.LightningDataModule):
     samples_seen = 17
 
