@@ -123,13 +123,15 @@ def test_floating_point_inputs_are_cast_at_the_model_and_batches_are_not() -> No
         def __init__(self) -> None:
             super().__init__()
             self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+            # Makes the module itself a group, whose inputs are the batch.
+            self.offset = nn.Parameter(torch.zeros(1))
             self.seen: list[torch.dtype] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
             out = self.model(x)
             self.seen += [x.dtype, y.dtype, out.dtype]
-            return nn.functional.mse_loss(out.float(), y)
+            return nn.functional.mse_loss(out.float() + self.offset, y)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_swift.errors import ConfigurationError, ModelError
@@ -186,6 +186,7 @@ def test_empty_weights_are_not_sent() -> None:
 def test_offloaded_shards_and_moments_live_in_host_memory_and_teardown_moves_nothing() -> None:
     module, _ = fit(UserModule(), FSDPBF16Strategy(cpu_offload=True), steps=1)
     assert all(isinstance(p, DTensor) for p in module.parameters())
+    assert all(isinstance(block, FSDPModule) for block in module.model.model.layers)
     assert module.device == torch.device("cpu")
 
 
