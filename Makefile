@@ -19,6 +19,8 @@ help:
 	@echo "bench       every benchmark, ours beside its peers"
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.install: $(BIN)/python pyproject.toml configs/constraints-cpu.txt
