@@ -33,9 +33,11 @@ from tests.harness.ranks import ranks
 
 
 def names(directory: Path) -> list[str]:
-    # Only rank 0 deletes, and nobody waits for it.
+    # Only rank 0 deletes, and nobody waits for it; nor may it go on while the others look.
     torch.distributed.barrier()
-    return sorted(entry.name for entry in directory.iterdir())
+    found = sorted(entry.name for entry in directory.iterdir())
+    torch.distributed.barrier()
+    return found
 
 
 def weights(trainer: L.Trainer) -> dict[str, str]:

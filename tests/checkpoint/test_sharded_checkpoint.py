@@ -27,6 +27,7 @@ def steps(directory: Path) -> list[int]:
     entries = list(directory.iterdir())
     found = sorted(read_manifest(path).global_step for path in entries)
     assert sorted(path.name for path in entries) == sorted(f"step-{step}.ckpt" for step in found)
+    torch.distributed.barrier()
     return found
 
 
