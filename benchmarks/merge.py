@@ -72,7 +72,7 @@ def _compare(checkpoint: Path, output: Path, repeats: int, *, peers: bool) -> No
         for name, command in fast.items():
             runs[name].append(_timed(checkpoint, output, command))
             if repeat == 0 and name.startswith(OURS):
-                _python("check", checkpoint, output, "bfloat16" if "bf16" in name else "float32")
+                _python("check", checkpoint, output, "bfloat16" if "bfloat16" in name else "float32")
     if peers:
         runs |= {name: [_timed(checkpoint, output, command)] for name, command in _peers(checkpoint, output).items()}
     base = statistics.median(run.wall for run in runs["cp -r"])
@@ -94,10 +94,10 @@ def _ours(checkpoint: Path, output: Path) -> dict[str, list[str]]:
     merge = [sys.executable, "-m", "benchmarks.merge", "merge", str(checkpoint), str(output)]
     return {
         "cp -r": [shutil.which("cp") or "/bin/cp", "-r", str(checkpoint), str(output)],
-        OURS: [*merge, "", "hashes"],
-        f"{OURS}, hashes not checked": [*merge, "", ""],
-        f"{OURS}, bf16": [*merge, "bfloat16", "hashes"],
-        f"{OURS}, bf16, hashes not checked": [*merge, "bfloat16", ""],
+        OURS: [*merge, "", ""],
+        f"{OURS} --verify-hashes": [*merge, "", "hashes"],
+        f"{OURS} --dtype bfloat16": [*merge, "bfloat16", ""],
+        f"{OURS} --dtype bfloat16 --verify-hashes": [*merge, "bfloat16", "hashes"],
     }
 
 

@@ -91,28 +91,19 @@ def merge_checkpoint(
         ConfigurationError: ``dtype`` or ``max_shard_size`` is not allowed.
         ExportError: The output exists, or the model cannot be written this way.
     """
+    _check_dtype(dtype)
     limit = parse_size(max_shard_size)
-    if dtype is not None and dtype not in get_args(MergeDType):
-        raise ConfigurationError(f"{dtype!r} is not one of {', '.join(get_args(MergeDType))}.", where="dtype")
     manifest = verify(checkpoint, hashes=False)
-    if manifest.quantization is not None:
-        raise ExportError(
-            "merging a checkpoint with a quantised base is not supported.",
-            where=str(checkpoint),
-            fix="Export the adapter instead (--format adapter).",
-        )
-    config = read_config(checkpoint, manifest)
-    with (
-        fresh_folder(output, sync=False) as folder,
-        hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes),
-    ):
+    _refuse_quantized(checkpoint, manifest)
+    hashing = hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes)
+    with fresh_folder(output, sync=False) as folder, hashing:
+        config = read_config(checkpoint, manifest)
         tensors = _outputs(manifest, read_index(checkpoint), config, checkpoint, dtype)
-        metadata = dict(manifest.tied) if config is None else None
-        files = write_weights(folder, tensors, max_shard_size=limit, metadata=metadata)
-        main_dtype = _main_dtype(tensors)
+        ties = manifest.tied if config is None else None
+        files = write_weights(folder, tensors, max_shard_size=limit, metadata=ties)
         faultpoint(POINT_BEFORE_CONFIG)
         if config is not None:
-            write_config(folder, config, dtype=main_dtype, untied=is_untied(manifest))
+            write_config(folder, config, dtype=_main_dtype(tensors), untied=is_untied(manifest))
             copy_companions(folder, checkpoint, manifest)
     return MergeReport(
         output=output,
@@ -120,10 +111,24 @@ def merge_checkpoint(
         tensors=len(tensors),
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
-        dtype=main_dtype,
+        dtype=_main_dtype(tensors),
         adapter=next(iter(manifest.adapters), None) if manifest.adapters else None,
         hashes_verified=verify_hashes,
     )
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in get_args(MergeDType):
+        raise ConfigurationError(f"{dtype!r} is not one of {', '.join(get_args(MergeDType))}.", where="dtype")
+
+
+def _refuse_quantized(checkpoint: Path, manifest: Manifest) -> None:
+    if manifest.quantization is not None:
+        raise ExportError(
+            "merging a checkpoint with a quantised base is not supported.",
+            where=str(checkpoint),
+            fix="Export the adapter instead (--format adapter).",
+        )
 
 
 def _outputs(
