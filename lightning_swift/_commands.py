@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -92,13 +94,14 @@ def _add_merge(commands: _Commands) -> None:
 def _merge(options: argparse.Namespace) -> int:
     from lightning_swift.checkpoint.merge import merge_checkpoint
 
-    report = merge_checkpoint(
-        options.checkpoint,
-        options.output,
-        dtype=options.dtype,
-        max_shard_size=options.max_shard_size,
-        verify_hashes=options.verify_hashes,
-    )
+    with _stdout_for_results():
+        report = merge_checkpoint(
+            options.checkpoint,
+            options.output,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            verify_hashes=options.verify_hashes,
+        )
     if options.json:
         return _print_json(asdict(report))
     adapter = f", adapter {report.adapter!r} merged" if report.adapter else ""
@@ -130,16 +133,17 @@ def _add_export(commands: _Commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from lightning_swift.checkpoint.export import export_checkpoint
+    with _stdout_for_results():
+        from lightning_swift.checkpoint.export import export_checkpoint
 
-    report = export_checkpoint(
-        options.checkpoint,
-        options.output,
-        format=options.format,
-        dtype=options.dtype,
-        max_shard_size=options.max_shard_size,
-        verify=options.verify,
-    )
+        report = export_checkpoint(
+            options.checkpoint,
+            options.output,
+            format=options.format,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            verify=options.verify,
+        )
     if options.json:
         return _print_json(asdict(report))
     checked = (
@@ -190,17 +194,18 @@ def _add_generate(commands: _Commands) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from lightning_swift.models.generation import generate
-
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    text = generate(
-        options.folder,
-        prompt,
-        options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        device=options.device,
-    )
+    with _stdout_for_results():
+        from lightning_swift.models.generation import generate
+
+        text = generate(
+            options.folder,
+            prompt,
+            options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            device=options.device,
+        )
     print(text)
     return 0
 
@@ -222,6 +227,20 @@ def _recipes(options: argparse.Namespace) -> int:
     print("\nRun one with: lightning-swift fit --config NAME [--trainer.max_steps 100 ...]")
     print("Try one on a laptop with: lightning-swift fit --config NAME --dry_run true")
     return 0
+
+
+@contextmanager
+def _stdout_for_results() -> Iterator[None]:
+    """Send to stderr what libraries and child processes write to stdout meanwhile (some log there)."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _print_json(value: dict[str, Any]) -> int:

@@ -140,6 +140,31 @@ def test_inspect_json_is_one_object_and_the_exit_code_is_the_verdict(whole, monk
     assert ("yes" if whole else "no") in out
 
 
+NOISY = """
+import logging, subprocess, sys
+from lightning_swift import cli
+from lightning_swift.models import generation
+
+
+def generate(*arguments, **options):
+    print("a library that prints")
+    logging.StreamHandler(sys.stdout).emit(logging.makeLogRecord({"msg": "one that logs"}))
+    subprocess.run(["echo", "a child process"], check=True)
+    return "The answer."
+
+
+generation.generate = generate
+sys.exit(cli.main(["generate", "folder", "--prompt", "x"]))
+"""
+
+
+def test_what_libraries_write_to_stdout_does_not_mix_with_the_result():
+    result = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, check=True)
+    assert result.stdout == "The answer.\n"
+    for noise in ("prints", "logs", "child"):
+        assert noise in result.stderr
+
+
 def test_recipes_prints_names_purposes_and_measurements(capsys):
     code, out, _ = run(["recipes"], capsys)
     assert code == 0
