@@ -95,8 +95,7 @@ def merge_checkpoint(
     limit = parse_size(max_shard_size)
     manifest = verify(checkpoint, hashes=False)
     _refuse_quantized(checkpoint, manifest)
-    hashing = hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes)
-    with fresh_folder(output, sync=False) as folder, hashing:
+    with fresh_folder(output, sync=False) as folder, hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes):
         config = read_config(checkpoint, manifest)
         tensors = _outputs(manifest, read_index(checkpoint), config, checkpoint, dtype)
         ties = manifest.tied if config is None else None
