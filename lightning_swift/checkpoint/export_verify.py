@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ transposed or stale layer moves logits by their own size.
 """
 
 _FIX = "Nothing was exported."
+_LONGEST_MESSAGE = 600
 # What a launcher sets for the training process and no other.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PL_")
@@ -106,10 +108,18 @@ def _ask(request: Request) -> tuple[Answer, Tensor]:
         command = [sys.executable, "-m", "lightning_swift.checkpoint.reload", str(question), scratch]
         result = subprocess.run(command, env=_environment(request), capture_output=True, text=True, check=False)  # noqa: S603
         if result.returncode:
-            lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-            raise ExportError(f"the folder does not load: {lines[-1]}", where=request.folder, fix=_FIX)
+            reason = _last_error(result.stderr) or f"exit code {result.returncode}"
+            raise ExportError(f"the folder does not load: {reason}", where=request.folder, fix=_FIX)
         answer = Answer(**json.loads((Path(scratch) / ANSWER).read_text(encoding="utf-8")))
         return answer, load_file(Path(scratch) / LOGITS)["logits"]
+
+
+def _last_error(stderr: str) -> str:
+    """The message of the exception that a traceback ends with, which may have several lines; else the last line."""
+    lines = stderr.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    text = " ".join(lines[starts[-1] if starts else -1 :])
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
 
 
 def _environment(request: Request) -> dict[str, str]:

@@ -128,6 +128,16 @@ def test_validate_alone_is_left_alone() -> None:
     assert module.starts[False] == 1
 
 
+@ranks(1)
+def test_validate_alone_is_left_alone_by_this_packages_strategy() -> None:
+    from lightning_swift import FSDPBF16Strategy
+
+    callback = ActivationCheckpointing(blocks=["NoSuchBlock"])
+    trainer = quiet_trainer(strategy=FSDPBF16Strategy(), callbacks=[callback], limit_val_batches=1)
+    trainer.validate(Counting(), loader(Tokens(), batch_size=4), verbose=False)
+    assert trainer.strategy.activation_checkpointing is None
+
+
 def test_an_exception_leaves_the_model_as_it_was() -> None:
     class Fails(Counting):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
