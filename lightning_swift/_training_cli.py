@@ -9,6 +9,7 @@ import atexit
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, cast
@@ -37,6 +38,12 @@ _TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
 _SHORT_NAMES = ("lightning_swift", "lightning_swift.callbacks")
 # Seconds that the other ranks get to report their own error before they are ended.
 _GRACE = 3.0
+_UNHELPFUL = (
+    # Lightning 2.6 uses a name of torch's pytree that torch 2.13 deprecates: nothing a user could change.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # The strategy prints its precision itself.
+    r"Precision .* is not supported by the model summary",
+)
 _CLASSES = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer, "lr_scheduler": LRScheduler}
 
 
@@ -130,7 +137,10 @@ def run_training(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        TrainingCLI(arguments)
+        with warnings.catch_warnings():
+            for message in _UNHELPFUL:
+                warnings.filterwarnings("ignore", message)
+            TrainingCLI(arguments)
     except SIGTERMException:
         return _TERMINATED
     except SystemExit as stop:

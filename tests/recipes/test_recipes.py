@@ -44,6 +44,27 @@ def test_each_recipe_trains_saves_and_exports(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_error_on_two_ranks_is_a_line_from_each_and_no_success(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    arguments = ["fit", "--config", "quickstart", "--dry_run", "true", "--data.train", "bad.jsonl"]
+    result = subprocess.run(
+        [sys.executable, "-m", "lightning_swift", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "\nerror: " in result.stderr
+    assert "\n[rank 1] error: " in result.stderr
+    assert "line is not JSON" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("lightning-swift")] == []
+
+
+@pytest.mark.slow
 def test_a_strategy_by_its_registered_name_and_classes_by_short_names(tmp_path):
     arguments = ["--model", "CausalLM", "--model.path_or_config", "m", "--data", "ChatDataModule", "--data.train", "d"]
     trainer = [
