@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Literal
 
-__all__ = ["return_freed_memory"]
+__all__ = ["ReturnMemory", "return_freed_memory"]
+
+ReturnMemory = bool | Literal["auto"]
 
 # M_MMAP_THRESHOLD in malloc.h, and the size in bytes from which a block is mapped on its own.
 _M_MMAP_THRESHOLD = -3

@@ -79,6 +79,12 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
             self._precision = MeshPrecision(chosen)
 
     @property
+    def _returns_memory(self) -> bool:
+        # Elsewhere gathered parameters are not in host memory, or nothing is gathered.
+        on_cpu = self.root_device.type == "cpu" and self.world_size > 1
+        return on_cpu if self.options.return_freed_memory == "auto" else self.options.return_freed_memory
+
+    @property
     def mesh_sizes(self) -> MeshSizes:
         """Number of ranks along each axis of the mesh."""
         return self.options.sizes(self.world_size)
@@ -104,7 +110,8 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        return_freed_memory()
+        if self._returns_memory:
+            return_freed_memory()
         self._setup_distributed()
         self._device_mesh = build_mesh(self.mesh_sizes, self.root_device.type)
         assert self.lightning_module is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.apply import check_backend
 from lightning_swift.parallel.dtypes import PrecisionName, PrecisionPolicy, ReduceName
+from lightning_swift.parallel.memory import ReturnMemory
 from lightning_swift.parallel.mesh import AxisSize, MeshSizes, check_axis_size
 from lightning_swift.parallel.sharding import Reshard, ShardingSettings
 
@@ -28,6 +29,7 @@ class MeshOptions:
     cpu_offload: bool = False
     reshard_after_forward: Reshard = "auto"
     accumulate_without_sync: bool = False
+    return_freed_memory: ReturnMemory = "auto"
     compile: str | None = None
     block_classes: tuple[str, ...] | None = None
     process_group_backend: str | None = None
@@ -38,10 +40,10 @@ class MeshOptions:
         check_axis_size("data_parallel_shard", self.data_parallel_shard)
         check_axis_size("data_parallel_replicate", self.data_parallel_replicate)
         check_backend(self.compile)
-        if self.reshard_after_forward not in (True, False, "auto"):
-            raise ConfigurationError(
-                f'reshard_after_forward={self.reshard_after_forward!r} is not true, false or "auto".', where="options"
-            )
+        for switch in ("reshard_after_forward", "return_freed_memory"):
+            value = getattr(self, switch)
+            if value not in (True, False, "auto"):
+                raise ConfigurationError(f'{switch}={value!r} is not true, false or "auto".', where="options")
         if self.block_classes is not None and not self.block_classes:
             raise ConfigurationError(
                 "block_classes=[] would leave the model in one piece.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
+from lightning_swift.parallel.memory import ReturnMemory
 from lightning_swift.parallel.mesh import AxisSize
 from lightning_swift.parallel.sharding import Reshard
 from lightning_swift.strategies._mesh import MeshStrategy
@@ -31,6 +32,9 @@ class FSDPBF16Strategy(MeshStrategy):
             less. ``"auto"`` keeps only the head and the outermost group, which the backward pass needs at once.
         accumulate_without_sync: With ``accumulate_grad_batches``, reduce gradients only with the last micro-batch.
             Saves traffic and costs one whole unsharded gradient (in ``reduce_dtype``) on every rank.
+        return_freed_memory: Have the C library give large freed blocks back at once. On CPU ranks only this makes
+            sharding save memory; it costs time for every large tensor, most with small batches. ``"auto"`` does so
+            where several ranks compute on the CPU.
         compile: Backend for ``torch.compile`` of each block (``"inductor"``, ``"aot_eager"``), or None.
         block_classes: Names of the classes to gather and compile one by one, where the repeated blocks that are
             found automatically are not the right ones.
@@ -52,6 +56,7 @@ class FSDPBF16Strategy(MeshStrategy):
         cpu_offload: bool = False,
         reshard_after_forward: Reshard = "auto",
         accumulate_without_sync: bool = False,
+        return_freed_memory: ReturnMemory = "auto",
         compile: str | None = None,
         block_classes: list[str] | None = None,
         process_group_backend: str | None = None,
@@ -66,6 +71,7 @@ class FSDPBF16Strategy(MeshStrategy):
                 cpu_offload=cpu_offload,
                 reshard_after_forward=reshard_after_forward,
                 accumulate_without_sync=accumulate_without_sync,
+                return_freed_memory=return_freed_memory,
                 compile=compile,
                 block_classes=None if block_classes is None else tuple(block_classes),
                 process_group_backend=process_group_backend,

@@ -28,7 +28,7 @@ from lightning_swift.parallel.checkpointing import CheckpointingSettings
 from lightning_swift.parallel.mesh import MeshSizes, build_mesh
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from tests.harness.models import Tokens, UserModule, quiet_trainer, save_tiny_model, tiny_model
-from tests.harness.ranks import ranks
+from tests.harness.ranks import ranks, run_ranks
 from tests.parallel.references import PlainModule, fit
 
 
@@ -40,6 +40,7 @@ from tests.parallel.references import PlainModule, fit
         ({"precision": "32-true", "reduce_dtype": "bfloat16"}, ("precision='32-true'", "reduce_dtype='bfloat16'")),
         ({"compile": "inducter"}, ("inducter", "inductor")),
         ({"reshard_after_forward": "never"}, ("reshard_after_forward", "never")),
+        ({"return_freed_memory": "always"}, ("return_freed_memory", "always")),
         ({"block_classes": []}, ("block_classes",)),
         ({"timeout": 0}, ("timeout",)),
         ({"timeout": -1.0}, ("timeout",)),
@@ -63,6 +64,7 @@ def test_every_option_is_readable_by_a_configuration_file() -> None:
         "reduce_dtype": "bfloat16",
         "cpu_offload": True,
         "reshard_after_forward": "auto",
+        "return_freed_memory": False,
         "accumulate_without_sync": True,
         "compile": "aot_eager",
         "block_classes": ["LlamaDecoderLayer"],
@@ -251,6 +253,24 @@ def test_large_freed_blocks_go_back_to_the_system() -> None:
         used[value] = int(result.stdout)
     # Nine blocks of 20 MiB were freed.
     assert used["0"] - used["1"] > 150 << 10, used
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.parametrize(("option", "world", "expected"), [("auto", 2, 1), ("auto", 1, 0), (False, 2, 0), (True, 1, 1)])
+def test_freed_memory_is_returned_where_ranks_share_host_memory(option: Any, world: int, expected: int) -> None:
+    calls = run_ranks(_count_returns, world, (option,))
+    assert calls == expected
+
+
+def _count_returns(option: Any) -> int:
+    from lightning_swift.strategies import _mesh
+
+    calls: list[int] = []
+    original = _mesh.return_freed_memory
+    _mesh.return_freed_memory = lambda: calls.append(1) or original()
+    trainer = quiet_trainer(strategy=FSDPBF16Strategy(return_freed_memory=option), max_steps=1)
+    trainer.fit(UserModule(layers=1), torch.utils.data.DataLoader(Tokens(4), batch_size=2))
+    return len(calls)
 
 
 def test_elsewhere_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
