@@ -70,8 +70,12 @@ PRECISIONS += [("bf16-mixed", "float16"), ("bf16-true", "bfloat16")]
 @pytest.mark.parametrize(("precision", "dtype"), PRECISIONS)
 @ranks(2)
 def test_a_sharded_fit_is_exported_bit_for_bit(precision: Any, dtype: Any, tmp_path: Path) -> None:
-    export, final = ExportForInference(str(tmp_path / "out"), dtype=dtype), FinalWeights()
-    fit(export, final, strategy=FSDPBF16Strategy(precision))
+    export = ExportForInference(str(tmp_path / "out"), dtype=dtype)
+    before, final = FinalWeights(), FinalWeights()
+    fit(before, export, final, strategy=FSDPBF16Strategy(precision))
+    assert [n for n, w in before.weights.items() if not torch.equal(w, final.weights[n])] == [], (
+        "the model is as it was"
+    )
     assert export.report is not None
     assert (export.report.max_logit_gap, export.report.tokens) == (0, 64)
     # Checked in the dtype the trained model computes in.
