@@ -115,6 +115,17 @@ def test_the_whole_module_is_written_where_there_is_no_hugging_face_model(tmp_pa
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
+def test_every_tensor_starts_at_a_multiple_of_its_element(tmp_path: Path) -> None:
+    state = {"model.a": torch.ones(3, dtype=torch.bool), "model.b": torch.ones(1).half(), "model.c": torch.ones(2)}
+    save_checkpoint(tmp_path / "a.ckpt", state)
+    merge_checkpoint(tmp_path / "a.ckpt", tmp_path / "out")
+    data = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert {name: header[name]["data_offsets"] for name in "abc"} == {"c": [0, 8], "b": [8, 10], "a": [10, 13]}
+
+
 def huggingface_checkpoint(directory: Path, config: dict[str, Any], tied: dict[str, str]) -> Path:
     state = {"model.model.embed.weight": torch.ones(2, 2), "model.other.weight": torch.zeros(2, 2)}
 
