@@ -33,7 +33,8 @@ def expect_live(root: nn.Module, path: str, *, dtype: str | None, merged: bool) 
     device = next(model.parameters()).device
     ids = token_ids(model.config)
     target = None if dtype is None or merged else getattr(torch, dtype)
-    with _gathered_around(root, path), _watched_dtype(model) as seen, _rounded(model, target):
+    # Rounded before gathered: what is gathered is a copy, and asking for the state dict would put it back.
+    with _rounded(model, target), _gathered_around(root, path), _watched_dtype(model) as seen:
         logits = logits_of(model, ids, device=device)
     compute = str(seen[0]).removeprefix("torch.")
     exact = device.type == "cpu" and not merged and not _is_compiled(model)

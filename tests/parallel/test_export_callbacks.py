@@ -193,6 +193,16 @@ def test_a_checkpoint_of_the_last_step_is_used(kind: Any, tmp_path: Path) -> Non
     assert export.report.max_logit_gap == 0
 
 
+class Policy(torch.nn.Module):
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm, self.value = lm, torch.nn.Linear(64, 1)
+
+    def forward(self, batch: Any) -> Any:
+        out = self.lm(**batch, output_hidden_states=True)
+        return out.loss + self.value(out.hidden_states[-1]).mean()
+
+
 @ranks(2)
 def test_a_value_head_around_the_model(tmp_path: Path) -> None:
     class Wrapped(UserModule):
@@ -201,13 +211,12 @@ def test_a_value_head_around_the_model(tmp_path: Path) -> None:
         def configure_model(self) -> None:
             if self.model is None:
                 super().configure_model()
-                self.policy = torch.nn.ModuleDict({"lm": self.model, "value": torch.nn.Linear(64, 1)})
+                self.policy = Policy(self.model)
                 del self.model
                 self.model = None
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            out = self.policy["lm"](**batch, output_hidden_states=True)
-            return out.loss + self.policy["value"](out.hidden_states[-1]).mean()
+            return self.policy(batch)
 
     export = ExportForInference(str(tmp_path / "out"))
     fit(export, module=Wrapped(), strategy=FSDPBF16Strategy())
