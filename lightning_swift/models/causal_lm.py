@@ -237,8 +237,9 @@ class CausalLM(L.LightningModule):
         for i, mean in enumerate(self._evaluation):
             suffix = f"_{i}" if len(self._evaluation) > 1 else ""
             loss = mean.totals(self._reduce_sum, self.device).mean
-            self.log(f"{name}_loss{suffix}", loss, prog_bar=True)
-            self.log(f"{name}_perplexity{suffix}", math.exp(min(loss, _MAX_EXPONENT)))
+            # Equal on all ranks already; Lightning warns of every value that is not synchronised.
+            self.log(f"{name}_loss{suffix}", loss, prog_bar=True, sync_dist=True)
+            self.log(f"{name}_perplexity{suffix}", math.exp(min(loss, _MAX_EXPONENT)), sync_dist=True)
 
 
 # exp(700) is near the largest FP64 number.

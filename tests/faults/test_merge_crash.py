@@ -17,6 +17,7 @@ from lightning_swift.checkpoint.merge import FAULTPOINTS, merge_checkpoint
 from lightning_swift.checkpoint.output import fresh_folder
 from lightning_swift.errors import ExportError
 from tests.harness.checkpoints import save_checkpoint, small_checkpoint, small_state
+from tests.harness.signals import interruptible
 
 MERGE = (
     "import sys; from pathlib import Path; from lightning_swift.checkpoint.merge import merge_checkpoint;"
@@ -104,7 +105,9 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
 def test_an_interrupt_clears_up(tmp_path: Path) -> None:
     checkpoint = small_checkpoint(tmp_path / "a.ckpt")
     env = {**os.environ, FAULT_VARIABLE: "merge-before-config:0:sleep=600"}
-    process = subprocess.Popen([sys.executable, "-c", MERGE, checkpoint, tmp_path / "out"], env=env, stderr=-3)
+    process = subprocess.Popen(
+        [sys.executable, "-c", MERGE, checkpoint, tmp_path / "out"], env=env, stderr=-3, preexec_fn=interruptible
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / ".out.partial" / "model.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

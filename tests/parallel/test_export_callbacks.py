@@ -305,6 +305,9 @@ class NoModel(L.LightningModule):
             x = layer(x)
         return x.square().mean()
 
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
 import lightning_swift  # noqa: F401  # registers the name
@@ -197,10 +197,10 @@ def test_a_registered_name_refuses_what_is_not_bf16() -> None:
 
 def test_a_reused_strategy_still_refuses() -> None:
     strategy = FSDPBF16Strategy()
-    # The accelerator stays with the strategy, so Lightning accepts no second one.
     quiet_trainer(strategy=strategy, devices=1)
+    # What a second Trainer does; on a CPU Lightning itself accepts no strategy twice.
     with pytest.raises(ConfigurationError, match="bf16-true"):
-        quiet_trainer(strategy=strategy, devices=1, accelerator="auto", precision="bf16-true")
+        strategy.precision_plugin = HalfPrecision("bf16-true")
 
 
 @pytest.mark.parametrize("plugin", [DoublePrecision(), type("Mine", (Precision,), {})()])

@@ -15,6 +15,7 @@ import pytest
 
 from lightning_swift import _commands, cli
 from lightning_swift.errors import CheckpointCorruptError, ConfigurationError
+from tests.harness.signals import interruptible
 
 COMMANDS = {
     "fit": [],
@@ -213,7 +214,13 @@ def test_ctrl_c_while_training_is_130(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     command = [sys.executable, "-m", "lightning_swift", "fit", "--model", "slow.Slow", *QUIET]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=interruptible,
     )
     wait_for(tmp_path / "started", process)
     os.killpg(process.pid, signal.SIGINT)

@@ -211,7 +211,8 @@ def test_a_file_without_settings_is_refused(text, tmp_path):
         (["--config", "sft_fsdp", "--trainer.max_stepz", "1"], "'max_steps'"),
         (["--config", "sft_fsdp", "--trainer.max_steps", "many"], "trainer.max_steps"),
         (["--config", "sft_fsdp", "--trainer.strategy", "swift_fsdp_bf61"], "'swift_fsdp_bf16'"),
-        (["--config", "sft_fsdp", "--optimizer", "AdamW"], "CausalLM has no parameters yet"),
+        # The full name: a library that the process has imported may have an AdamW of its own.
+        (["--config", "sft_fsdp", "--optimizer", "torch.optim.AdamW"], "CausalLM has no parameters yet"),
         (["--config", "sft_fsdp", "stray"], "stray"),
     ],
 )
