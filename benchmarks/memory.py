@@ -78,6 +78,8 @@ def worker() -> None:
     growth = torch.tensor([peak.value - base])
     dist.all_reduce(growth, op=dist.ReduceOp.MAX)
     report(int(growth))
+    # No rank leaves while another one still waits for it.
+    dist.barrier()
     dist.destroy_process_group()
 
 

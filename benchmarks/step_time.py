@@ -87,6 +87,8 @@ def worker() -> None:
     }
     clock = run[sys.argv[1]](int(sys.argv[2]))
     report({"wall": _median_gap(clock.wall), "cpu": _median_gap(clock.cpu)})
+    # No rank leaves while another one still waits for it.
+    dist.barrier()
     dist.destroy_process_group()
 
 
