@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_swift.errors import ModelError
 from lightning_swift.parallel.blocks import class_names, find_embeddings, is_separable
@@ -69,6 +70,7 @@ def shard(
     """
     _refuse_scalars(module)
     options = _options(mesh, settings)
+    _shard_statistics(module, settings, options)
     units, aliases = _units(module)
     # The innermost first: a group takes what its inner groups have left.
     inner = [(block, False) for _, block in reversed(blocks)] + find_embeddings(module) + [(a, False) for a in aliases]
@@ -106,6 +108,19 @@ def _options(mesh: DeviceMesh, settings: ShardingSettings) -> dict[str, Any]:
 
 def _setting(settings: ShardingSettings, *, auto: bool | None) -> bool | None:
     return auto if settings.reshard_after_forward == "auto" else settings.reshard_after_forward
+
+
+def _shard_statistics(module: nn.Module, settings: ShardingSettings, options: dict[str, Any]) -> None:
+    """Make a group of each layer that keeps running statistics: batch_norm wants its weights in the same float32."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=options["mp_policy"].reduce_dtype, cast_forward_inputs=False
+    )
+    for part in list(module.modules()):
+        keeps = (
+            isinstance(part, _NormBase) and part.running_mean is not None and next(part.parameters(), None) is not None
+        )
+        if keeps and part is not module and is_separable(part, module):
+            fully_shard(part, reshard_after_forward=_setting(settings, auto=True), **{**options, "mp_policy": policy})
 
 
 def _shard_units(
@@ -157,7 +172,7 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, _WITHOUT_FORWARD):
             yield from _children(child)
-        elif not isinstance(child, _PARAMETER_LISTS) and next(child.parameters(), None) is not None:
+        elif not isinstance(child, (*_PARAMETER_LISTS, FSDPModule)) and next(child.parameters(), None) is not None:
             yield child
 
 

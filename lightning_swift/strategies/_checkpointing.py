@@ -35,7 +35,7 @@ from lightning_swift.strategies._checkpoint_state import (
     tied_names,
     without_aliases,
 )
-from lightning_swift.strategies._resume import NothingToRestore, restarted, run_of, source_of
+from lightning_swift.strategies._resume import NothingToRestore, count_as_saved, restarted, run_of, source_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -68,6 +68,8 @@ class ShardedCheckpointing(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._run_record()
+        if self._trainer.global_step:
+            count_as_saved(self._trainer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

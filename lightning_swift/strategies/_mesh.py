@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_swift.errors import ModelError
 from lightning_swift.models.lazy import is_lazy, load_lazy_weights
-from lightning_swift.parallel.agreement import copy_from_first_rank
+from lightning_swift.parallel.agreement import copy_from_first_rank, copy_state_buffers
 from lightning_swift.parallel.apply import choose_blocks, compile_blocks
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import cast_parameters, check_masters
@@ -169,16 +169,28 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
                 root.set_requires_gradient_sync(True)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._agree_on_buffers()
+        return super().training_step(*args, **kwargs)
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._agree_on_buffers()
         return self._resharded(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._agree_on_buffers()
         return self._resharded(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._agree_on_buffers()
         return self._resharded(super().predict_step(*args, **kwargs))
+
+    def _agree_on_buffers(self) -> None:
+        assert self.lightning_module is not None
+        copy_state_buffers(self.lightning_module, self.device_mesh, self.root_device)
 
     def _resharded(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
         # Without a backward pass the outermost groups stay gathered, and a checkpoint would not find the shards.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -19,7 +20,7 @@ from lightning_swift.errors import CheckpointNotFoundError, ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["NEWEST", "NothingToRestore", "restarted", "run_of", "source_of"]
+__all__ = ["NEWEST", "NothingToRestore", "count_as_saved", "restarted", "run_of", "source_of"]
 
 NEWEST = "newest"
 
@@ -104,3 +105,14 @@ def restarted(meta: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in meta.items() if key not in {"loops", "callbacks", "epoch", "global_step"}}
     # Lightning insists on the entry; an empty list restores no scheduler.
     return {**kept, "lr_schedulers": []}
+
+
+def count_as_saved(trainer: Trainer) -> None:
+    """Tell the checkpoint callbacks that the step at which a fit begins has been saved.
+
+    They do not restore it themselves. With ``accumulate_grad_batches`` they would save that step again after the
+    first microbatch: in the middle of an accumulation, whose gradients no checkpoint holds.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = trainer.global_step
