@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_swift.callbacks.merge import refuse_occupied
+from lightning_swift.callbacks.merge import refuse_source, refuse_unusable
 from lightning_swift.checkpoint.adapter import write_adapter
 from lightning_swift.checkpoint.commit import is_checkpoint, remove
 from lightning_swift.checkpoint.export import (
@@ -53,12 +53,15 @@ class ExportForInference(L.Callback):
         format: ``"safetensors"``: the model, adapters merged. ``"adapter"``: the peft adapter alone.
         max_shard_size: Most bytes of tensors in one file.
         verify: Reload and compare.
+        overwrite: Replace an earlier export, once the new one is verified: a folder that holds weights, config and
+            tokenizer files and nothing else. Anything else is refused. Lets a script that resumes run again.
 
     Raises:
         ConfigurationError: At construction for a wrong value; when the fit starts for a module without exactly one
             Hugging Face model, without an adapter for ``"adapter"``, or an unsuitable strategy.
-        ExportError: When the fit starts if the folder is occupied; at its end, on every rank, if the export failed
-            or does not reproduce the model. Nothing is left in ``output`` then.
+        ExportError: When the fit starts if the folder is occupied, lies in a checkpoint, or is where the model was
+            loaded from; at its end, on every rank, if the export failed or does not reproduce the model. ``output`` is
+            then as it was.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ExportForInference(L.Callback):
         format: ExportFormat = "safetensors",
         max_shard_size: str = "5GB",
         verify: bool = True,
+        overwrite: bool = False,
     ) -> None:
         self.dtype: MergeDType | None = None if format == "adapter" else dtype
         check_format(format, self.dtype)
@@ -76,6 +80,7 @@ class ExportForInference(L.Callback):
         self.format: ExportFormat = format
         self.max_shard_size = max_shard_size
         self.verify = verify
+        self.overwrite = overwrite
         self.report: ExportReport | None = None
 
     @override
@@ -83,12 +88,13 @@ class ExportForInference(L.Callback):
         if stage != "fit" or cast(Any, trainer).fast_dev_run:
             return
         _refuse_strategy(trainer.strategy)
-        refuse_occupied(self.output)
+        refuse_unusable(self.output, overwrite=self.overwrite)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Everything that can be known now is said now, and not after the training.
         model = _the_model(pl_module)
+        refuse_source(self.output, model)
         if self.format == "adapter":
             if model.adapters is None:
                 raise ConfigurationError(
@@ -124,7 +130,7 @@ class ExportForInference(L.Callback):
         checkpoint: Path | None,
         expected: Expected | None,
     ) -> ExportReport:
-        with fresh_folder(self.output) as folder:
+        with fresh_folder(self.output, overwrite=self.overwrite) as folder:
             self._write(folder, pl_module, model, checkpoint)
             _add_tokenizer(folder, trainer, pl_module)
             base = check_base(model.adapters) if self.format == "adapter" and self.verify else None
@@ -141,6 +147,8 @@ class ExportForInference(L.Callback):
                 dtype=self.dtype,
                 max_shard_size=self.max_shard_size,
             )
+            # peft's model card is an empty form; without it the folder is what a checkpoint's export is.
+            (folder / "README.md").unlink(missing_ok=True)
         elif self.format == "adapter":
             write_adapter(checkpoint, folder)
         else:

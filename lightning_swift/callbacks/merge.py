@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -13,10 +14,12 @@ from lightning_swift.checkpoint.commit import is_checkpoint
 from lightning_swift.checkpoint.export_ranks import patient_ranks
 from lightning_swift.checkpoint.merge import MergeDType, MergeReport, merge_checkpoint
 from lightning_swift.checkpoint.newest import find_newest
+from lightning_swift.checkpoint.output import check_output
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointNotFoundError, ConfigurationError, ExportError
+from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, find_model
 
-__all__ = ["MergeShardedCheckpoint", "refuse_occupied"]
+__all__ = ["MergeShardedCheckpoint", "refuse_source", "refuse_unusable"]
 
 Which = Literal["last", "best"]
 
@@ -33,10 +36,13 @@ class MergeShardedCheckpoint(L.Callback):
         max_shard_size: Most bytes of tensors in one file.
         which: ``"last"`` is the newest checkpoint of the run; ``"best"`` the best one by what the first checkpoint
             callback monitors.
+        overwrite: Replace an earlier export or merge, once the new one is whole: a folder that holds weights, config
+            and tokenizer files and nothing else. Anything else is refused.
 
     Raises:
         ConfigurationError: At construction for a wrong value; when the fit starts if no checkpoint callback is there.
-        ExportError: When the fit starts if the folder is occupied; at its end, on every rank, if the merge failed.
+        ExportError: When the fit starts if the folder is occupied, lies in a checkpoint, or is where the model was
+            loaded from; at its end, on every rank, if the merge failed.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class MergeShardedCheckpoint(L.Callback):
         dtype: MergeDType | None = None,
         max_shard_size: str = "5GB",
         which: Which = "last",
+        overwrite: bool = False,
     ) -> None:
         if which not in get_args(Which):
             raise ConfigurationError(f'which={which!r} is not "last" or "best".', where="MergeShardedCheckpoint")
@@ -57,6 +64,7 @@ class MergeShardedCheckpoint(L.Callback):
         self.dtype: MergeDType | None = dtype
         self.max_shard_size = max_shard_size
         self.which: Which = which
+        self.overwrite = overwrite
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -69,7 +77,12 @@ class MergeShardedCheckpoint(L.Callback):
                 fix="Add ShardedCheckpoint() to the callbacks.",
             )
         if self.output is not None:
-            refuse_occupied(Path(self.output))
+            refuse_unusable(Path(self.output), overwrite=self.overwrite)
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.output is not None and not _is_trial(trainer):
+            refuse_source(Path(self.output), find_model(pl_module))
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -84,32 +97,48 @@ class MergeShardedCheckpoint(L.Callback):
 
     def _merge(self, trainer: L.Trainer) -> MergeReport:
         checkpoint = _best(trainer) if self.which == "best" else _last(trainer)
-        output = checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}-merged")
+        beside = checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}-merged")
+        output = beside if self.output is None else Path(self.output)
         return merge_checkpoint(
             checkpoint,
-            output if self.output is None else Path(self.output),
+            output,
             dtype=self.dtype,
             max_shard_size=self.max_shard_size,
+            overwrite=self.overwrite,
         )
 
     def _place(self, trainer: L.Trainer) -> Path:
         return Path(self.output if self.output is not None else trainer.default_root_dir)
 
 
-def refuse_occupied(output: Path) -> None:
+def refuse_unusable(output: Path, *, overwrite: bool) -> None:
     """Say before hours of training that their result could not be written. A collective call.
 
     Raises:
-        ExportError: On every rank, if something lies at ``output`` on rank 0's machine.
+        ExportError: On every rank, if ``output`` is occupied or lies in a checkpoint, as rank 0 sees it.
     """
     ranks = Ranks.current()
     with Together(ranks, "looking at the output folder", output):
-        if ranks.rank == 0 and output.exists() and not (output.is_dir() and not any(output.iterdir())):
-            raise ExportError(
-                "something is here already, and the result of this fit is to go here.",
-                where=str(output),
-                fix="Move it away, or name another folder.",
-            )
+        if ranks.rank == 0:
+            check_output(output, overwrite=overwrite)
+
+
+def refuse_source(output: Path, model: HuggingFaceModel | None) -> None:
+    """Refuse to replace the folder that the model was loaded from: it looks like an earlier export.
+
+    Raises:
+        ExportError: As said.
+    """
+    if model is None:
+        return
+    sources = [getattr(model.model.config, "_name_or_path", None)]
+    sources += [config.get("base_model_name_or_path") for config in (model.adapters or {}).values()]
+    if any(source and os.path.realpath(source) == os.path.realpath(output) for source in sources):
+        raise ExportError(
+            "the model of this fit was loaded from here, and that is not replaced.",
+            where=str(output),
+            fix="Name another folder.",
+        )
 
 
 def _is_trial(trainer: L.Trainer) -> bool:

@@ -62,6 +62,7 @@ def export_checkpoint(
     dtype: MergeDType | None = None,
     max_shard_size: str = "5GB",
     verify: bool = True,
+    overwrite: bool = False,
 ) -> ExportReport:
     """Make a folder that ``from_pretrained`` and inference engines load.
 
@@ -77,11 +78,12 @@ def export_checkpoint(
         dtype: Cast the weights; None keeps them as they are. Not for adapters.
         max_shard_size: Most bytes of tensors in one file.
         verify: Reload and compare.
+        overwrite: Replace an earlier export (a folder of such files alone) once the new one is verified.
 
     Raises:
         CheckpointError: The checkpoint is not whole, or unsafe.
         ConfigurationError: Options that are not allowed.
-        ExportError: The export cannot be made, or does not reproduce the checkpoint.
+        ExportError: The export cannot be made there or at all, or does not reproduce the checkpoint.
     """
     check_format(format, dtype)
     _refuse_company()
@@ -94,7 +96,7 @@ def export_checkpoint(
             fix="Use `lightning-swift merge` to get its weights as one safetensors file.",
         )
     base = check_base(manifest.adapters) if format == "adapter" and verify else None
-    with fresh_folder(Path(output)) as folder:
+    with fresh_folder(Path(output), overwrite=overwrite) as folder:
         # The hashes have just been compared.
         if format == "adapter":
             write_adapter(checkpoint, folder, verify_hashes=False)

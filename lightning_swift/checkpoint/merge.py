@@ -72,6 +72,7 @@ def merge_checkpoint(
     dtype: MergeDType | None = None,
     max_shard_size: str = "5GB",
     verify_hashes: bool = False,
+    overwrite: bool = False,
 ) -> MergeReport:
     """Write the weights of ``checkpoint`` as safetensors, with the config and tokenizer files that belong to them.
 
@@ -85,17 +86,21 @@ def merge_checkpoint(
         max_shard_size: Most bytes of tensor data per file, such as ``"5GB"`` or ``"500MiB"``.
         verify_hashes: Compare the SHA-256 of every file of the checkpoint. Without it a changed byte is found where it
             would reach the output (CRC-32), but not in optimizer state, which is not read.
+        overwrite: Replace an earlier export or merge (a folder of such files alone) once the new one is whole.
 
     Raises:
         CheckpointError: The checkpoint is not whole, or unsafe.
         ConfigurationError: ``dtype`` or ``max_shard_size`` is not allowed.
-        ExportError: The output exists, or the model cannot be written this way.
+        ExportError: The output exists or lies in a checkpoint, or the model cannot be written this way.
     """
     _check_dtype(dtype)
     limit = parse_size(max_shard_size)
     manifest = verify(checkpoint, hashes=False)
     _refuse_quantized(checkpoint, manifest)
-    with fresh_folder(output, sync=False) as folder, hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes):
+    with (
+        fresh_folder(output, sync=False, overwrite=overwrite) as folder,
+        hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes),
+    ):
         config = read_config(checkpoint, manifest)
         tensors = _outputs(manifest, read_index(checkpoint), config, checkpoint, dtype)
         ties = manifest.tied if config is None else None

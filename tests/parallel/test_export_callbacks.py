@@ -284,6 +284,69 @@ def test_an_occupied_folder_is_refused_before_training(tmp_path: Path) -> None:
         assert module.losses == []
 
 
+@pytest.mark.parametrize("kind", [ExportForInference, MergeShardedCheckpoint])
+@ranks(2)
+def test_a_folder_in_a_checkpoint_is_refused_before_training(kind: Any, tmp_path: Path) -> None:
+    saver, module = ModelCheckpoint(str(tmp_path / "runs")), UserModule()
+    export = kind(str(tmp_path / "runs/step-2.ckpt/out"), overwrite=True)
+    with pytest.raises(ExportError, match="lies in the checkpoint"):
+        fit(export, saver, module=module, strategy=FSDPBF16Strategy(), enable_checkpointing=True)
+    assert module.losses == []
+    assert not (tmp_path / "runs/step-2.ckpt").exists()
+
+
+@ranks(2, deadline=60)
+def test_the_same_script_runs_again_and_replaces_what_it_made(tmp_path: Path) -> None:
+    def again(steps: int) -> FinalWeights:
+        final = FinalWeights()
+        export = ExportForInference(str(tmp_path / "out"), dtype=None, overwrite=True)
+        merge = MergeShardedCheckpoint(str(tmp_path / "merged"), overwrite=True)
+        saver = ShardedCheckpoint(str(tmp_path / "runs"))
+        trainer = quiet_trainer(
+            callbacks=[export, merge, final, saver],
+            max_steps=steps,
+            strategy=FSDPBF16Strategy(),
+            enable_checkpointing=True,
+        )
+        with reload_here():
+            trainer.fit(UserModule(), loader(Tokens(16), batch_size=4, rank=rank(), world_size=2), ckpt_path="newest")
+        return final
+
+    again(1)
+    final = again(2)
+    # Finished already: nothing is trained, the export stays as it is, and the merge is made again.
+    again(2)
+    if rank() == 0:
+        for name in ("out", "merged"):
+            assert_folder_is(tmp_path / name, final.weights, torch.float32)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "out", "runs"]
+
+
+def test_a_wrong_export_does_not_replace_an_earlier_one(tmp_path: Path, monkeypatch: Any) -> None:
+    fit(ExportForInference(str(tmp_path / "out"), dtype=None))
+    earlier = (tmp_path / "out/model.safetensors").read_bytes()
+    _spoil(monkeypatch, export_callback, "write_whole")
+    with pytest.raises(ExportError, match="logits differ"):
+        fit(ExportForInference(str(tmp_path / "out"), dtype=None, overwrite=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out/model.safetensors").read_bytes() == earlier
+
+
+@pytest.mark.parametrize("kind", [ExportForInference, MergeShardedCheckpoint])
+@ranks(2)
+def test_the_model_that_a_fit_starts_from_is_not_replaced(kind: Any, tmp_path: Path) -> None:
+    from tests.harness.models import save_tiny_model
+
+    if rank() == 0:
+        save_tiny_model(tmp_path / "base")
+    dist.barrier()
+    module, saver = UserModule(folder=str(tmp_path / "base")), ModelCheckpoint(str(tmp_path / "runs"))
+    export = kind(str(tmp_path / "base"), overwrite=True)
+    with pytest.raises(ExportError, match="loaded from here"):
+        fit(export, saver, module=module, strategy=FSDPBF16Strategy(), enable_checkpointing=True)
+    assert module.losses == []
+
+
 class TwoModels(UserModule):
     def configure_model(self) -> None:
         if self.model is None:
