@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,10 @@ def _check(where: str, raw: object, ignore_columns: Sequence[str]) -> Record:
     fields = {key: value for key, value in raw.items() if value is not None and key not in ignore_columns}
     form = next((form for form in _FORMATS if set(form) == set(fields)), None)
     if form is None:
-        raise DataError(f"This record has {_named(fields)}.", where=where, fix=_advice(fields))
+        nulls = [key for key, value in raw.items() if value is None and key not in ignore_columns]
+        if nulls and not fields:
+            raise DataError(f"This record has nothing but null in {_listed(nulls)}.", where=where, fix=_EXPECTED)
+        raise DataError(f"This record has {_named(fields)}.", where=where, fix=_advice(fields, nulls))
     if form == ("messages",):
         return Record(where, messages=_messages(where, fields["messages"]))
     for name in form:
@@ -165,26 +168,55 @@ def _check(where: str, raw: object, ignore_columns: Sequence[str]) -> Record:
                 where=where,
                 fix="Give conversations as messages." if isinstance(fields[name], list) else "Make it a string.",
             )
+        _refuse_surrogates(where, name, fields[name])
     return Record(where, **fields)
 
 
 def _named(fields: Mapping[str, object]) -> str:
-    return "the fields " + ", ".join(f'"{name}"' for name in sorted(fields)) if fields else "no fields"
+    return f"the fields {_listed(fields)}" if fields else "no fields"
 
 
-def _advice(fields: Mapping[str, object]) -> str:
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in sorted(names))
+
+
+def _refuse_surrogates(where: str, name: str, value: object) -> None:
+    """Refuse strings with half a surrogate pair: JSON can spell it, but it is no character and has no UTF-8."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, str):
+            try:
+                part.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f'"{name}" has {part[error.start]!a}, half of a surrogate pair, which is no character.',
+                    where=where,
+                    fix="Write the whole character, or remove it.",
+                ) from error
+
+
+def _advice(fields: Mapping[str, object], nulls: Collection[str]) -> str:
     touched = [form for form in _FORMATS if set(form) & set(fields)]
     if len(touched) > 1:
         return f"{_EXPECTED} This one mixes them."
     if touched:
         missing = sorted(set(touched[0]) - set(fields))
         extra = sorted(set(fields) - set(touched[0]))
-        return f'{_EXPECTED} "{missing[0]}" is missing.' if missing else f"Name unused fields: ignore_columns={extra}."
+        if missing:
+            return f'{_EXPECTED} "{missing[0]}" is {"null" if missing[0] in nulls else "missing"}.'
+        return f"Name unused fields: ignore_columns={extra}."
     return _EXPECTED
 
 
 def _messages(where: str, raw: object) -> list[Message]:
-    if not isinstance(raw, list) or not raw:
+    if not isinstance(raw, list):
+        raise DataError(f'"messages" is a {type(raw).__name__}, not a list.', where=where, fix=_EXPECTED)
+    if not raw:
         raise DataError('"messages" is not a list with at least one message.', where=where, fix=_EXPECTED)
     return [_message(f"{where}, message {number}", message) for number, message in enumerate(raw)]
 
@@ -197,4 +229,6 @@ def _message(where: str, raw: object) -> Message:
         raise DataError('"role" is missing or not a string.', where=where, fix='Such as "user" or "assistant".')
     if not isinstance(message.get("content"), str) and "tool_calls" not in message:
         raise DataError('"content" is missing or not a string.', where=where, fix="Only text is supported.")
+    for name, value in message.items():
+        _refuse_surrogates(where, str(name), value)
     return message

@@ -73,6 +73,7 @@ def test_the_three_forms_from_the_three_kinds_of_source(tmp_path: Path) -> None:
 
 FORMS = 'A record has "messages", or "prompt" and "completion", or "text".'
 WHOLE = "Each line must be one whole JSON object."
+HALF = "half of a surrogate pair, which is no character. Write the whole character, or remove it."
 BAD_LINES = [
     ('{"text": "a"', f"This line is not JSON (Expecting ',' delimiter at column 13). {WHOLE}"),
     ("[1]", f"This record is a list, not an object. {FORMS}"),
@@ -86,6 +87,17 @@ BAD_LINES = [
     ),
     ({"text": 3}, '"text" is a int, not a string. Make it a string.'),
     ({"prompt": [], "completion": "a"}, '"prompt" is a list, not a string. Give conversations as messages.'),
+    ({"text": None}, f'This record has nothing but null in "text". {FORMS}'),
+    ({"text": None, "messages": None}, f'This record has nothing but null in "messages", "text". {FORMS}'),
+    ({"prompt": "a", "completion": None}, f'This record has the fields "prompt". {FORMS} "completion" is null.'),
+    ('{"text": "\\ud800 x"}', f"\"text\" has '\\ud800', {HALF}"),
+    ('{"prompt": "a", "completion": "x \\udc00"}', f"\"completion\" has '\\udc00', {HALF}"),
+    ('{"messages": [{"role": "user", "content": "\\udbff"}]}', f"message 0: \"content\" has '\\udbff', {HALF}"),
+    (
+        '{"messages": [{"role": "assistant", "tool_calls": [{"a": {"\\ud800": 1}}]}]}',
+        f"message 0: \"tool_calls\" has '\\ud800', {HALF}",
+    ),
+    ({"messages": 3}, f'"messages" is a int, not a list. {FORMS}'),
     ({"messages": []}, f'"messages" is not a list with at least one message. {FORMS}'),
     ({"messages": ["hi"]}, 'message 0: A str, not an object. It needs "role" and "content".'),
     ({"messages": [{"content": "a"}]}, 'message 0: "role" is missing or not a string. Such as "user" or "assistant".'),
@@ -146,6 +158,11 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
     assert error_of(tmp_path / "data.jsonl") == (
         "DIR/data.jsonl: There is no record in it. Give a file or folder with records."
     )
+
+
+def test_whole_surrogate_pairs_and_halves_in_ignored_fields_are_fine(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "data.jsonl", '{"text": "a \\ud83d\\ude00", "id": "\\ud800"}')
+    assert len(decoded(ready(path, ignore_columns=["id"]))) == 1
 
 
 def test_columns_may_be_ignored_by_name(tmp_path: Path) -> None:
