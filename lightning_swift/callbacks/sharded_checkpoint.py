@@ -22,7 +22,13 @@ class ShardedCheckpoint(ModelCheckpoint):
     """Saves ``step-N.ckpt`` regularly and at the end of a fit, and keeps the newest or the best ones.
 
     A checkpoint that falls out of the kept ones is deleted only after the new one has been committed. Order goes by
-    step, never by file times. Resume with ``trainer.fit(..., ckpt_path="newest")``.
+    step, never by file times. Lightning never deletes the checkpoint that a fit has resumed from while that fit lasts:
+    after a resume one more than ``save_top_k`` can stay, until the next resume counts it among the others.
+
+    Resume with ``trainer.fit(..., ckpt_path="newest")``. The newest is found by names and sizes of its files: what an
+    interrupted save has left, and a checkpoint with a missing or cut file, is passed over for the one before. Hashes
+    are compared when it is loaded. If a byte of the newest has changed, the fit ends with an error that names the
+    file, and never goes on from an older one by itself: name that one in ``ckpt_path``, or delete the damaged one.
 
     To keep the newest for resuming and the best for use, give the Trainer two of them with different directories.
 

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_swift.callbacks import ShardedCheckpoint
 from lightning_swift.checkpoint.layout import read_manifest
-from lightning_swift.errors import ConfigurationError
+from lightning_swift.errors import CheckpointCorruptError, ConfigurationError
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from tests.checkpoint.runs import Scheduled, batches, digests, fit, mean_losses
 from tests.harness.models import quiet_trainer
@@ -105,6 +105,27 @@ def test_retention_goes_on_after_a_resume_and_takes_in_what_a_crash_has_left(tmp
     train(5, callback, ckpt_path="newest")
     assert steps(tmp_path) == [4, 5]
     assert sorted(int(step) for step in callback.best_k_models.values()) == [4, 5]
+
+
+@ranks(2)
+def test_the_checkpoint_that_a_fit_resumed_from_stays_until_the_next_resume(tmp_path: Path) -> None:
+    for end, kept in ((2, [1, 2]), (5, [2, 4, 5]), (6, [5, 6])):
+        train(end, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1, save_top_k=2), ckpt_path="newest")
+        assert steps(tmp_path) == kept
+
+
+@ranks(2)
+def test_a_newest_checkpoint_with_a_flipped_bit_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    train(2, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1))
+    file = min((tmp_path / "step-2.ckpt").glob("*.distcp"))
+    if torch.distributed.get_rank() == 0:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointCorruptError, match=f"step-2.*{file.name}"):
+        train(3, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1), ckpt_path="newest")
+    assert steps(tmp_path) == [1, 2]
 
 
 @ranks(2)
