@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -27,12 +27,14 @@ from typing_extensions import override
 from lightning_swift._config_check import Checker
 from lightning_swift._config_sources import Sources, read_sources
 from lightning_swift._dry_run import DryRun
+from lightning_swift._reasons import construction_error, readable
 from lightning_swift._shipped import nearest
 from lightning_swift._signatures import ANYTHING, known_classes, parameters
 from lightning_swift.errors import ConfigurationError
 
 __all__ = ["TrainingCLI", "check_strategy_name", "run_training", "valid_keys"]
 
+_T = TypeVar("_T")
 _TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
 # Modules whose classes recipes may name without a path.
 _SHORT_NAMES = ("lightning_swift", "lightning_swift.callbacks")
@@ -52,10 +54,8 @@ class _Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        text = " ".join(message.split())
-        # The value is quoted at the end and can be a whole section; the reason stands before it.
-        text = f"{text.rstrip('.')}." if len(text) <= 600 else f"{text[:600]} ..."
-        raise ConfigurationError(text, fix="See `lightning-swift fit --help`.") from ex
+        # As it is: the parser of a section calls this too, and that of the whole quotes what it has raised.
+        raise ConfigurationError(message) from ex
 
 
 class TrainingCLI(LightningCLI):
@@ -102,7 +102,11 @@ class TrainingCLI(LightningCLI):
             checker.check(values, source)
             check_strategy_name(values, source.at(("trainer", "strategy")))
         # LightningCLI warns when it gets arguments while the process has its own; ours are those, completed.
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ConfigurationError as error:
+            fix = f"See `lightning-swift {command} --help`."
+            raise ConfigurationError(readable(error.what), fix=fix) from error
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -111,6 +115,28 @@ class TrainingCLI(LightningCLI):
         if config.pop("dry_run"):
             self._dry_run = DryRun()
             self._dry_run.shrink(config)
+
+    @override
+    def instantiate_classes(self) -> None:
+        raised: list[Exception] = []
+
+        def build(cls: type[_T], *arguments: Any, **options: Any) -> _T:
+            try:
+                return cls(*arguments, **options)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        # Models and data modules are built by functions of Lightning, which come first; the rest by this one.
+        self.parser.add_instantiator(build, object)
+        try:
+            super().instantiate_classes()
+        except (TypeError, ValueError) as error:
+            found = construction_error(error, raised)
+            if found is error:
+                raise
+            # One that was raised before has its own traceback for --debug, and is part of that of `error`.
+            raise found from (None if found.__traceback__ else error)
 
     def _finish(self) -> None:
         if self._dry_run is not None:

@@ -77,7 +77,13 @@ def _run(arguments: list[str]) -> int:
         from lightning_swift._training_cli import run_training
 
         return run_training(arguments)
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # argparse leaves these to the outermost parser, whose help does not list the options of a command.
+        raise ConfigurationError(
+            f"unrecognized arguments: {' '.join(unknown)}.", fix=f"See `{parser.prog} {options.command} --help`."
+        )
     code: int = options.run(options)
     return code
 

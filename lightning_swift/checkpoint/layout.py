@@ -207,7 +207,15 @@ def read_manifest(directory: Path) -> Manifest:
     path = contained(directory, MANIFEST)
     try:
         text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except NotADirectoryError as error:
+        raise CheckpointNotFoundError(
+            "this is a file; a sharded checkpoint is a directory.",
+            where=str(directory),
+            fix="If it is an ordinary checkpoint of Lightning: resume from it with a strategy of lightning_swift "
+            "(`lightning-swift fit --ckpt_path FILE`), which saves sharded checkpoints from then on, or read it with "
+            "torch.load.",
+        ) from error
+    except FileNotFoundError as error:
         raise CheckpointNotFoundError(
             "no manifest.json here, so this is not a whole checkpoint.",
             where=str(directory),

@@ -62,6 +62,7 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
         (["merge", "a", "b", "--dtpe", "float32"], "--dtpe"),
         (["export", "a", "b", "--format", "gguf"], "'safetensors'"),
         (["generate", "folder"], "--prompt"),
+        (["generate", "folder", "--prompt", "x", "--topk", "3"], "--topk 3"),
         (["recipes", "extra"], "extra"),
     ],
 )
@@ -71,7 +72,8 @@ def test_wrong_options_are_one_line_and_exit_code_2(arguments, told, capsys):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert told in err
-    assert "--help" in err
+    command = f"{arguments[0]} " if arguments and arguments[0] in COMMANDS else ""
+    assert f"`lightning-swift {command}--help`" in err
 
 
 @pytest.mark.parametrize("command", ["merge", "export", "inspect", "generate"])
@@ -83,6 +85,16 @@ def test_something_that_is_not_there_is_one_line_and_exit_code_1(command, tmp_pa
     assert err.count("\n") == 1
     assert "missing" in err
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", ["merge", "export", "inspect"])
+def test_an_ordinary_checkpoint_file_is_told_apart(command, tmp_path, capsys):
+    (tmp_path / "ddp.ckpt").write_bytes(b"PK")
+    output = [] if command == "inspect" else [str(tmp_path / "o")]
+    code, out, err = run([command, str(tmp_path / "ddp.ckpt"), *output], capsys)
+    assert (code, out) == (1, "")
+    assert "ddp.ckpt: this is a file" in err
+    assert "--ckpt_path" in err
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
