@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_swift.errors import ModelError
+from lightning_swift.errors import ConfigurationError, ModelError
 
 __all__ = ["generate"]
 
@@ -36,6 +36,7 @@ def generate(
 
     Raises:
         ModelError: The folder has no model or no tokenizer, or cannot be loaded, or an argument is out of range.
+        ConfigurationError: There is no such device here.
     """
     import torch
 
@@ -46,6 +47,7 @@ def generate(
             f"max_new_tokens={max_new_tokens} must be positive and temperature={temperature} not negative.",
             where="generate",
         )
+    _check_device(device)
     model, tokenizer = _load(Path(folder), device)
     inputs = _encode(tokenizer, prompt, chat=chat).to(device)
     draw: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -59,6 +61,29 @@ def generate(
         )
     text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.strip()
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = ["cpu"]
+    if accelerator is not None:
+        here += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise _no_device(device, here) from error
+    if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in here:
+        raise _no_device(device, here)
+
+
+def _no_device(device: str, here: list[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"there is no device {device!r} for torch on this machine.",
+        where="device",
+        fix=f"Choose one of {', '.join(here)}.",
+    )
 
 
 def _load(folder: Path, device: str) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swift.errors import ModelError
+from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.models.generation import generate
 from tests.harness.models import tiny_model
 from tests.harness.tokenizers import tiny_tokenizer
@@ -91,3 +91,9 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
 def test_wrong_arguments(wrong: Any, folder: Path) -> None:
     with pytest.raises(ModelError):
         generate(**{"folder": folder, "prompt": "hello", **wrong})
+
+
+@pytest.mark.parametrize("device", ["banana", "meta", "cuda:99", "xpu"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"no device {device!r}.*Choose one of cpu"):
+        generate(tmp_path / "nowhere", "hello", device=device)
