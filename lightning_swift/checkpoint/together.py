@@ -102,7 +102,8 @@ class _Failure:
 class Together:
     """``with Together(ranks, "writing", path) as step: step.value = ...``: afterwards ``step.values`` has all ranks'.
 
-    If the body raises on any rank, every rank raises the error of the lowest rank that failed. A collective call. The
+    If the body raises on any rank, every rank raises the error of the lowest rank that failed, except that a rank that
+    was interrupted (KeyboardInterrupt) or told to exit raises just that. A collective call. The
     body may make collective calls only if an error before them reaches all ranks: else the others would wait there.
 
     Args:
@@ -128,9 +129,16 @@ class Together:
         reports = self.ranks.gather((failure, self.value if failure is None else None))
         self.values = [value for _, value in reports]
         first = next((failure for failure, _ in reports if failure is not None), None)
-        interrupted = error is not None and not isinstance(error, (Exception, CheckpointException))
-        if first is not None and not interrupted:
+        interrupt = self._interrupt(error)
+        if interrupt is not None and interrupt is not error:
+            raise interrupt from None
+        if first is not None and interrupt is None:
             raise first.as_error(self.doing, str(self.path)) from error
+
+    def _interrupt(self, error: BaseException | None) -> BaseException | None:
+        """KeyboardInterrupt or SystemExit of this rank, which torch wraps like any failure of a save."""
+        own = error.failures.get(self.ranks.rank, (None,))[0] if isinstance(error, CheckpointException) else error
+        return None if isinstance(own, (Exception, CheckpointException)) else own
 
     def _describe(self, error: BaseException) -> _Failure:
         rank, cause = self.ranks.rank, error

@@ -8,13 +8,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
 from lightning_swift.checkpoint import commit as protocol
+from lightning_swift.checkpoint import sharded
 from lightning_swift.checkpoint.commit import commit, is_checkpoint, locate, record_file, remove
 from lightning_swift.checkpoint.layout import MANIFEST, FileRecord, Manifest, RunRecord, read_manifest
 from lightning_swift.checkpoint.safe_load import check_hashes
+from lightning_swift.checkpoint.sharded import Description
 from lightning_swift.errors import CheckpointError, CheckpointNotFoundError
 from tests.harness.ranks import ranks
 
@@ -85,6 +91,33 @@ def test_an_error_on_one_rank_is_raised_on_all_and_leaves_no_trace(tmp_path: Pat
         commit(tmp_path / "a.ckpt", fail, manifest, run_id="run-1")
     assert names(tmp_path) == ["a.ckpt"]
     assert (tmp_path / "a.ckpt" / "__0_0.distcp").read_text() == "old"
+
+
+@ranks(2)
+def test_a_rank_that_is_interrupted_stays_so_and_the_others_hear_of_it(tmp_path: Path) -> None:
+    interrupted: dict[int, WRAPPED_EXCEPTION] = {1: (KeyboardInterrupt(), StackSummary())}
+
+    def write(directory: Path) -> dict[str, FileRecord]:
+        # What torch.distributed.checkpoint raises on every rank when Ctrl-C hits rank 1 while it writes.
+        raise CheckpointException("write", interrupted)
+
+    mine = os.environ["RANK"] == "1"
+    told = None if mine else "writing failed on rank 1: KeyboardInterrupt"
+    with pytest.raises(KeyboardInterrupt if mine else CheckpointError, match=told):
+        commit(tmp_path / "a.ckpt", write, manifest, run_id="run-1")
+    assert names(tmp_path) == []
+
+
+def test_ctrl_c_while_torch_writes_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupt)
+    run = RunRecord(id="run-1", started="2026-01-01T00:00:00")
+    description = Description(run=run, global_step=1, strategy="Test", mesh={})
+    with pytest.raises(KeyboardInterrupt):
+        sharded.save(tmp_path / "a.ckpt", state={"model.a": torch.ones(2)}, meta={}, description=description)
+    assert names(tmp_path) == []
 
 
 @ranks(2)
