@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar, cast
 
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -112,6 +113,7 @@ class TrainingCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[str(self.subcommand)]
         _refuse_optimizer_of_lazy_model(config)
+        _find_strategy_class(config["trainer"])
         if config.pop("dry_run"):
             self._dry_run = DryRun()
             self._dry_run.shrink(config)
@@ -214,6 +216,16 @@ def check_strategy_name(values: Mapping[str, Any], where: str) -> None:
         raise ConfigurationError(
             f"there is no strategy {name!r}.", where=where, fix=f"The nearest is {nearest(name, [*names, *classes])!r}."
         )
+
+
+def _find_strategy_class(trainer: Any) -> None:
+    """Replace a strategy that is given by the name of its class alone, which Trainer takes for a registered name."""
+    name = trainer.get("strategy")
+    if not isinstance(name, str):
+        return
+    paths = [path for path in known_classes([Strategy]) if path.rpartition(".")[2] == name]
+    if "." in name or paths:
+        trainer["strategy"] = Namespace(class_path=paths[0] if paths else name)
 
 
 def _refuse_optimizer_of_lazy_model(config: Any) -> None:

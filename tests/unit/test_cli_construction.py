@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy
 
 from lightning_swift import cli
 from lightning_swift._reasons import readable
@@ -115,3 +117,16 @@ def test_a_value_of_the_wrong_type_is_named_with_the_type_wanted(command, argume
 def test_a_refusal_that_is_no_union_is_left_as_it_is():
     assert readable("something\n  else.") == "something else."
     assert len(readable("x" * 9000)) < 700
+
+
+@pytest.mark.parametrize("name", ["FSDPBF16Strategy", "lightning_swift.FSDPBF16Strategy", "SingleDeviceStrategy"])
+def test_a_strategy_may_be_given_by_the_name_of_its_class_alone(name, mine, monkeypatch):
+    built: list[Strategy] = []
+    monkeypatch.setattr(LightningCLI, "_run_subcommand", lambda self, _: built.append(self.trainer.strategy))
+    assert cli.main(["fit", f"--model={mine}.Fails", f"--trainer.strategy={name}", *QUIET]) == 0
+    assert [type(strategy).__name__ for strategy in built] == [name.rpartition(".")[2]]
+
+
+def test_a_strategy_that_is_not_there_is_named(mine, capsys):
+    told = refusal(["fit", f"--model={mine}.Fails", "--trainer.strategy=no.where", *QUIET], 2, capsys)
+    assert "no.where" in told
