@@ -144,7 +144,7 @@ def _refuse_existing(output: Path, *, overwrite: bool) -> None:
         raise ExportError(
             "something is here already.",
             where=str(output),
-            fix="Name a folder that does not exist, or replace an earlier export with overwrite=True.",
+            fix="Name a folder that does not exist, or replace an earlier export with overwrite=True (--overwrite).",
         )
     if not _is_export(output):
         raise ExportError(
