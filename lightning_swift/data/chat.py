@@ -97,17 +97,6 @@ class ChatDataModule(LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        _require(max_length >= 2, "max_length", max_length, "2 or more: nothing predicts the first token")
-        _require(batch_size >= 1, "batch_size", batch_size, "1 or more")
-        _require(num_workers >= 0, "num_workers", num_workers, "0 or more")
-        _require(pad_to_multiple_of >= 1, "pad_to_multiple_of", pad_to_multiple_of, "1 or more")
-        _require(seed >= 0, "seed", seed, "0 or more")
-        _require(0 <= max_masked < 1, "max_masked", max_masked, "a share from 0 to below 1")
-        _require(loss_on in ("assistant", "all"), "loss_on", loss_on, '"assistant" or "all"')
-        _require(too_long in ("error", "drop", "truncate"), "too_long", too_long, '"error", "drop" or "truncate"')
-        if validation_fraction is not None:
-            _require(0 < validation_fraction < 1, "validation_fraction", validation_fraction, "a share between 0 and 1")
-            _require(validation is None, "validation", validation, "either it or validation_fraction")
         ignored = tuple(sorted(ignore_columns or ()))
         self._sources = {"train": train, "validation": validation, "test": test, "predict": predict}
         self._options = Tokenization(max_length, loss_on, too_long, max_masked, ignore_columns=ignored)
@@ -117,6 +106,7 @@ class ChatDataModule(LightningDataModule):
         self.seed = seed
         self.validation_fraction = validation_fraction
         self.pad_to_multiple_of = pad_to_multiple_of
+        self._check()
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         if (
             validation is None
@@ -133,6 +123,16 @@ class ChatDataModule(LightningDataModule):
         self._saved_batch: int | None = None
         self._stream: TrainingStream | None = None
         self._reload_every: int | None = None
+
+    def _check(self) -> None:
+        limits.require_option(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
+        limits.require_option(self.num_workers >= 0, "num_workers", self.num_workers, "0 or more")
+        limits.require_option(self.pad_to_multiple_of >= 1, "pad_to_multiple_of", self.pad_to_multiple_of, "1 or more")
+        limits.require_option(self.seed >= 0, "seed", self.seed, "0 or more")
+        if (fraction := self.validation_fraction) is not None:
+            limits.require_option(0 < fraction < 1, "validation_fraction", fraction, "a share between 0 and 1")
+            both = self._sources["validation"]
+            limits.require_option(both is None, "validation", both, "either it or validation_fraction")
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -339,11 +339,4 @@ class ChatDataModule(LightningDataModule):
             pin_memory=torch.cuda.is_available(),
             drop_last=isinstance(sampler, ResumableSampler),
             persistent_workers=self.num_workers > 0,
-        )
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigurationError(
-            f"{value!r} is not allowed.", where=f"ChatDataModule({name}=...)", fix=f"Use {allowed}."
         )

@@ -7,9 +7,9 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from transformers import PreTrainedTokenizerBase
 
-from lightning_swift.errors import DataError
+from lightning_swift.errors import ConfigurationError, DataError
 
-__all__ = ["check_context", "check_model", "check_token_ids", "check_vocabulary", "find_config"]
+__all__ = ["check_context", "check_model", "check_token_ids", "check_vocabulary", "find_config", "require_option"]
 
 
 def check_model(
@@ -83,3 +83,15 @@ def find_config(module: LightningModule | None) -> Any:
         if hasattr(config, "get_text_config"):
             return config.get_text_config()
     return None
+
+
+def require_option(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Refuse an option of the data module unless ``condition`` holds.
+
+    Raises:
+        ConfigurationError: Names the option, its value and what is allowed.
+    """
+    if not condition:
+        raise ConfigurationError(
+            f"{value!r} is not allowed.", where=f"ChatDataModule({name}=...)", fix=f"Use {allowed}."
+        )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from transformers import PreTrainedTokenizerBase
 
 from lightning_swift.data.collate import IGNORED
+from lightning_swift.data.limits import require_option
 from lightning_swift.data.sources import Record, content_hash, read_records
 from lightning_swift.data.targets import Encoder, Tokens
 from lightning_swift.data.tokenizer import tokenizer_fingerprint
@@ -43,6 +44,9 @@ class Tokenization:
         max_masked: Largest share of records without a single target that is accepted.
         prompts_only: Encode what precedes the answer, for prediction; nothing is a target then.
         ignore_columns: Fields of records that are not used.
+
+    Raises:
+        ConfigurationError: A value that is not allowed.
     """
 
     max_length: int
@@ -51,6 +55,15 @@ class Tokenization:
     max_masked: float = 0.1
     prompts_only: bool = False
     ignore_columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_option(
+            self.max_length >= 2, "max_length", self.max_length, "2 or more: nothing predicts the first token"
+        )
+        require_option(self.loss_on in ("assistant", "all"), "loss_on", self.loss_on, '"assistant" or "all"')
+        policies = ("error", "drop", "truncate")
+        require_option(self.too_long in policies, "too_long", self.too_long, '"error", "drop" or "truncate"')
+        require_option(0 <= self.max_masked < 1, "max_masked", self.max_masked, "a share from 0 to below 1")
 
 
 @dataclass(frozen=True)
