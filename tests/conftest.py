@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,6 +27,15 @@ def warm_server(request: pytest.FixtureRequest) -> None:
         for i in request.session.items
     ):
         run_ranks(_warm, 1, deadline=120)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that writes into the working directory."""
+    before = set(os.listdir())
+    yield
+    # What pytest and mypy make for themselves.
+    assert not {name for name in set(os.listdir()) - before if not name.startswith(".")}
 
 
 @pytest.fixture(autouse=True)

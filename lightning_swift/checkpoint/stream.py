@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+
+from zlib_ng.zlib_ng import crc32
 
 from lightning_swift.checkpoint.boxes import Box
 from lightning_swift.checkpoint.distcp import Chunk, TensorEntry, locate
@@ -88,7 +89,7 @@ class _ChunkReader:
                 if count == 0:
                     raise self._corrupt("the file ended while it was read.")
                 if self.raw.crc is not None:
-                    self.crc = zlib.crc32(view[:count], self.crc)
+                    self.crc = crc32(view[:count], self.crc)
                 yield view[:count]
                 self.done += count
                 start += count

@@ -56,7 +56,7 @@ def test_without_an_interval_each_epoch_is_saved_and_resumes_exactly(tmp_path: P
     train(9, ShardedCheckpoint(str(tmp_path / "whole"), save_top_k=-1), module=whole)
     assert steps(tmp_path / "whole") == [3, 6, 9]
     later = Scheduled()
-    train(9, module=later, ckpt_path=tmp_path / "whole" / "step-6.ckpt")
+    train(9, ShardedCheckpoint(str(tmp_path / "later")), module=later, ckpt_path=tmp_path / "whole" / "step-6.ckpt")
     assert mean_losses(later) == mean_losses(whole)[6:]
 
 
