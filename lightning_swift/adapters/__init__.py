@@ -1,0 +1,1 @@
+"""LoRA adapters and quantised layers: what is wrapped, with which first values, and what then trains."""
