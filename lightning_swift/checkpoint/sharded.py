@@ -159,14 +159,19 @@ def load_into(
     """
     ranks = Ranks.current()
     directory = locate(path)
-    with Together(ranks, "comparing the names", path):
+    with Together(ranks, "comparing the names", path) as step:
         metadata = load_torch_metadata(directory / METADATA)
         index = _index(metadata)
-        missing = tuple(sorted(state.keys() - index.keys()))
-        unexpected = tuple(sorted(n for n in index.keys() - state.keys() if ignore is None or not ignore(n)))
+        unused = {name for name in index.keys() - state.keys() if ignore is None or not ignore(name)}
+        step.value = (state.keys() - index.keys(), unused)
         wrong = _mis_shaped(state, index)
-        if wrong or (strict and (missing or unexpected)):
-            raise _mismatch(directory, missing if strict else (), unexpected if strict else (), wrong)
+        if wrong:
+            raise _mismatch(directory, (), (), wrong)
+    # Ranks may ask for different names (stages of a pipeline): what any of them uses is not unexpected.
+    missing = tuple(sorted(set[str]().union(*(lacking for lacking, _ in step.values))))
+    unexpected = tuple(sorted(set.intersection(*(unused for _, unused in step.values))))
+    if strict and (missing or unexpected):
+        raise _mismatch(directory, missing, unexpected, ())
     wanted = {name: value for name, value in state.items() if name in index}
     with Together(ranks, "reading", path), _quiet():
         reader = SafeReader(directory, metadata)

@@ -8,8 +8,8 @@ other shapes than its parameters (a factored one) is still started that way, for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from lightning_swift.errors import CheckpointError, CheckpointMismatchError
 
 __all__ = [
     "Index",
+    "LoadRequest",
+    "Rename",
     "Request",
     "clean",
     "model_state",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 Index = Mapping[str, tuple[torch.Size, torch.dtype] | None]
+Rename = Callable[[str], str]
 STATE = "state."
 GROUPS = "param_groups."
 # How a step is executed, not what it computes: this run's hardware decides, not that of the run that saved.
@@ -44,33 +47,33 @@ def clean(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def model_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state by clean name; tensors share the memory of the parameters."""
-    return {clean(name): value for name, value in module.state_dict().items()}
+def model_state(module: nn.Module, *, rename: Rename = clean) -> dict[str, Any]:
+    """The module's state by the name it is saved under; tensors share the memory of the parameters."""
+    return {rename(name): value for name, value in module.state_dict().items()}
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
+def tied_names(module: nn.Module, *, rename: Rename = clean) -> dict[str, str]:
     """Alias to canonical name, for every parameter that the module reaches by several names."""
-    canonical = {id(parameter): clean(name) for name, parameter in module.named_parameters()}
+    canonical = {id(parameter): rename(name) for name, parameter in module.named_parameters()}
     return {
-        clean(name): canonical[id(parameter)]
+        rename(name): canonical[id(parameter)]
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if clean(name) != canonical[id(parameter)]
+        if rename(name) != canonical[id(parameter)]
     }
 
 
-def parameter_names(module: nn.Module) -> dict[Tensor, str]:
-    """Parameter to canonical name."""
-    return {parameter: clean(name) for name, parameter in module.named_parameters()}
+def parameter_names(module: nn.Module, *, rename: Rename = clean) -> dict[Tensor, str]:
+    """Parameter to canonical name. Copies of one parameter (on two stages of a pipeline) may share a name."""
+    return {parameter: rename(name) for name, parameter in module.named_parameters()}
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(module: nn.Module, optimizer: Optimizer, *, rename: Rename = clean) -> dict[str, Any]:
     """``state.<fqn>.<key>`` and ``param_groups.<fqn>.<option>`` of every parameter of ``optimizer``.
 
     Raises:
         CheckpointError: A parameter is not one of the module's, or an entry is a nested structure of tensors.
     """
-    names = parameter_names(module)
+    names = parameter_names(module, rename=rename)
     flat: dict[str, Any] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -89,6 +92,23 @@ def without_aliases(weights: Mapping[str, Any], tied: Mapping[str, str]) -> tupl
     return {name: value for name, value in weights.items() if name not in dropped}, dropped
 
 
+class LoadRequest(Protocol):
+    """What to read from a checkpoint, and where it goes afterwards.
+
+    Attributes:
+        state: Name to tensor or placeholder, for :func:`~lightning_swift.checkpoint.sharded.load_into`.
+    """
+
+    state: dict[str, Any]
+
+    def install(self, loaded: frozenset[str]) -> None:
+        """Put what was read where it belongs; tensors have been filled in place already.
+
+        Args:
+            loaded: The names of ``state`` that were read.
+        """
+
+
 class Request:
     """What to read from a checkpoint for a module and its optimizers, and where it goes afterwards.
 
@@ -97,17 +117,36 @@ class Request:
         optimizers: Optimizers that have taken no step.
         stored: Every name in the checkpoint with shape and dtype.
         tied: The checkpoint's own aliases (``Manifest.tied``).
+        rename: From a name in ``module`` to the name it is saved under. Several tensors of the module may have one
+            such name (copies of a tied weight on two stages): each of them is filled.
 
     Attributes:
         state: Name to tensor or placeholder, for :func:`~lightning_swift.checkpoint.sharded.load_into`.
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], stored: Index, tied: Mapping[str, str]
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        stored: Index,
+        tied: Mapping[str, str],
+        *,
+        rename: Rename = clean,
     ) -> None:
         self.module = module
         self.optimizers = list(optimizers)
-        self._weights = model_state(module)
+        self._names = parameter_names(module, rename=rename)
+        self._tied_here = tied_names(module, rename=rename)
+        self._weights: dict[str, Any] = {}
+        self._twins: list[tuple[Tensor, str]] = []
+        values = module.state_dict()
+        for known_as, value in values.items():
+            name = rename(known_as)
+            if name in self._weights and isinstance(value, Tensor):
+                self._twins.append((value, name))
+            else:
+                self._weights[name] = value
+        self._extra = {known_as: rename(known_as) for known_as in values if known_as.endswith("_extra_state")}
         self._copies = self._aliases(stored, tied)
         self.state: dict[str, Any] = {
             f"{MODEL_PREFIX}{name}": value for name, value in self._weights.items() if name not in self._copies
@@ -115,12 +154,12 @@ class Request:
         for number, optimizer in enumerate(self.optimizers):
             prefix = f"optimizer_{number}."
             own = {key.removeprefix(prefix): entry for key, entry in stored.items() if key.startswith(prefix)}
-            flat = _placeholders(module, optimizer, own)
+            flat = _placeholders(module, self._names, optimizer, own)
             self.state |= {f"{prefix}{key}": value for key, value in flat.items()}
 
     def _aliases(self, stored: Index, tied: Mapping[str, str]) -> dict[str, str]:
         """Name to the name it is stored under, for what is tied here or was tied when it was saved."""
-        here = tied_names(self.module)
+        here = self._tied_here
         reverse = {name: alias for alias, name in (*tied.items(), *here.items())}
         copies = {}
         for name in self._weights:
@@ -137,18 +176,21 @@ class Request:
         """Put what was read where it belongs; the parameters have been filled in place already."""
         for name, source in self._copies.items():
             self._weights[name].copy_(self._weights[source])
-        extra = {name: self.state[f"{MODEL_PREFIX}{name}"] for name in self._weights if name.endswith("_extra_state")}
+        for twin, name in self._twins:
+            twin.copy_(self._weights[name])
+        extra = {own: self.state[f"{MODEL_PREFIX}{name}"] for own, name in self._extra.items()}
         if extra:
             self.module.load_state_dict(extra, strict=False)
         for number, optimizer in enumerate(self.optimizers):
             prefix = f"optimizer_{number}."
             flat = {key.removeprefix(prefix): self.state[key] for key in loaded if key.startswith(prefix)}
-            _install(self.module, optimizer, flat)
+            _install(self._names, optimizer, flat)
 
 
-def _placeholders(module: nn.Module, optimizer: Optimizer, stored: Index) -> dict[str, Any]:
+def _placeholders(
+    module: nn.Module, names: Mapping[Tensor, str], optimizer: Optimizer, stored: Index
+) -> dict[str, Any]:
     """One placeholder for each stored name of the optimizer's parameters, and one for each parameter without any."""
-    names = parameter_names(module)
     owners = {_name(names, p): p for group in optimizer.param_groups for p in group["params"]}
     by_owner = _by_owner(stored, owners)
     if any(_is_factored(stored[key], owners[name]) for name, keys in by_owner.items() for key in keys):
@@ -161,18 +203,23 @@ def _placeholders(module: nn.Module, optimizer: Optimizer, stored: Index) -> dic
     return flat
 
 
-def _install(module: nn.Module, optimizer: Optimizer, flat: Mapping[str, Any]) -> None:
-    names = parameter_names(module)
-    owners = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
-    by_owner = _by_owner(flat, owners)
+def _install(names: Mapping[Tensor, str], optimizer: Optimizer, flat: Mapping[str, Any]) -> None:
+    by_owner = _by_owner(flat, {names[p]: p for group in optimizer.param_groups for p in group["params"]})
+    done: set[str] = set()
     for group in optimizer.param_groups:
-        members = [names[p] for p in group["params"]]
-        for name in members:
+        for parameter in group["params"]:
+            name = names[parameter]
             prefix = f"{STATE}{name}."
             state = {key.removeprefix(prefix): flat[key] for key in by_owner[name] if _is_state(key)}
             if state:
-                optimizer.state[owners[name]] = on_device(state, owners[name], group)
-        _install_options(group, members, by_owner, flat)
+                own = _copied(state) if name in done else state
+                optimizer.state[parameter] = on_device(own, parameter, group)
+            done.add(name)
+        _install_options(group, [names[p] for p in group["params"]], by_owner, flat)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def on_device(state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

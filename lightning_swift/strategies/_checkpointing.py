@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +25,11 @@ from lightning_swift.checkpoint.sharded import Description, load_into, load_meta
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_swift.strategies._checkpoint_file import load_file
-from lightning_swift.strategies._checkpoint_huggingface import find_model, tokenizer_of
+from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, find_model, tokenizer_of
 from lightning_swift.strategies._checkpoint_meta import readable_meta
 from lightning_swift.strategies._checkpoint_state import (
+    Index,
+    LoadRequest,
     Request,
     clean,
     model_state,
@@ -48,6 +50,22 @@ class ShardedCheckpointing(ParallelStrategy):
 
     It goes before the strategy's own base class. It needs ``lightning_module``, ``optimizers`` and, for the mesh
     sizes in the manifest, ``device_mesh``.
+
+    A strategy whose state does not lie in the module as it is saved overrides some of these, and nothing of the
+    protocol:
+
+    * ``_saved_name(name)``: the name under which a tensor that the module knows as ``name`` is saved, a global one of
+      the unsharded model; applied to a saved name it changes nothing. Enough for modules under other paths. Ranks may
+      hold different names (stages of a pipeline); a name that several ranks or several parameters of one rank have (a
+      tied copy on two stages) must have equal values everywhere: it is saved once and fills all of them.
+    * ``_tied_names()``: alias to canonical name. A rank says what it knows; the manifest gets what all ranks say.
+      Where both names of a tied pair lie on different ranks, ``_saved_name`` gives both the canonical name.
+    * ``_saved_model()``: the Hugging Face model with its config and attribute path, where it is not simply found.
+    * ``_model_state()`` and ``_optimizer_state(optimizer)``: what is saved, by saved name; keys as
+      :mod:`~lightning_swift.strategies._checkpoint_state` forms them. Values are tensors, DTensors, or
+      :class:`~lightning_swift.checkpoint.pieces.Pieces` for parts of a flat buffer.
+    * ``_load_request(optimizers, stored, manifest)``: the counterpart, an object with ``state`` and ``install``.
+    * ``_load_file(path)``: the same for an ordinary checkpoint file of Lightning.
     """
 
     _run: RunRecord | None = None
@@ -73,12 +91,39 @@ class ShardedCheckpointing(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return model_state(self._module)
+        return self._model_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return optimizer_state(self._module, raw)
+        return self._optimizer_state(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+
+    def _saved_name(self, name: str) -> str:
+        """The name under which the tensor that the module knows as ``name`` is saved."""
+        return clean(name)
+
+    def _tied_names(self) -> dict[str, str]:
+        """Alias to canonical name, both as saved."""
+        return tied_names(self._module, rename=self._saved_name)
+
+    def _saved_model(self) -> HuggingFaceModel | None:
+        """The one Hugging Face model of the module."""
+        return find_model(self._module)
+
+    def _model_state(self) -> dict[str, Any]:
+        """What is saved of the model on this rank, by saved name."""
+        return model_state(self._module, rename=self._saved_name)
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What is saved of an optimizer on this rank."""
+        return optimizer_state(self._module, optimizer, rename=self._saved_name)
+
+    def _load_request(self, optimizers: Sequence[Optimizer], stored: Index, manifest: Manifest) -> LoadRequest:
+        """What this rank wants of a checkpoint."""
+        return Request(self._module, optimizers, stored, manifest.tied, rename=self._saved_name)
+
+    def _load_file(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Fill this rank's state from an ordinary checkpoint file; return the rest of it."""
+        return load_file(path, self._module, optimizers, strict=self._module.strict_loading)
 
     @override
     def save_checkpoint(
@@ -98,17 +143,21 @@ class ShardedCheckpointing(ParallelStrategy):
         ranks = Ranks.current()
         path = Path(os.path.abspath(ranks.broadcast(filepath)))
         module, rest = self._module, dict(checkpoint)
-        weights = {clean(name): value for name, value in rest.pop("state_dict").items()}
+        # A user's on_save_checkpoint may have put in entries under names of the module.
+        weights = {self._saved_name(name): value for name, value in rest.pop("state_dict").items()}
         optimizers = rest.pop("optimizer_states", None)
-        kept, tied = without_aliases(weights, tied_names(module))
+        kept, tied = without_aliases(weights, self._tied_names())
         run = self._run_record()
         meta: dict[str, Any] = {}
         with Together(ranks, "checking the state", path) as step:
+            refuge = None
             if ranks.rank == 0:
                 meta = readable_meta(rest)
-                step.value = commit.refuge(path, run.id)
-        target, refusal = step.values[0]
-        model = find_model(module)
+                refuge = commit.refuge(path, run.id)
+            step.value = (refuge, tied)
+        target, refusal = step.values[0][0]
+        tied = {alias: name for _, own in step.values for alias, name in own.items()}
+        model = self._saved_model()
         save(
             target,
             state=_prefixed(kept, optimizers or []),
@@ -142,7 +191,7 @@ class ShardedCheckpointing(ParallelStrategy):
         if source is None:
             return NothingToRestore()
         if source.is_file():
-            meta = load_file(source, self._module, self._fitted_optimizers, strict=self._module.strict_loading)
+            meta = self._load_file(source, self._fitted_optimizers)
             weights_alone = "optimizer_states" not in meta
         else:
             manifest = _verified(source)
@@ -196,7 +245,7 @@ class ShardedCheckpointing(ParallelStrategy):
         optimizers = [] if manifest.weights_only else self._fitted_optimizers
         strict = self._module.strict_loading
         with Together(Ranks.current(), "preparing to load", source):
-            request = Request(self._module, optimizers, read_index(source), manifest.tied)
+            request = self._load_request(optimizers, read_index(source), manifest)
         report = load_into(source, request.state, strict=strict, ignore=None if optimizers else _of_optimizer)
         request.install(frozenset(report.loaded))
         if report.missing or report.unexpected:
