@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,74 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 VOCAB = 256
+# Shorter than the sequences of most tests, so that it matters.
+_WINDOW = 8
+
+# Kind -> configuration class of transformers.
+_CONFIGS = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen3": "Qwen3Config",
+    "gemma": "GemmaConfig",
+    "gemma2": "Gemma2Config",
+    "gemma3": "Gemma3TextConfig",
+    "phi3": "Phi3Config",
+    "gpt_neox": "GPTNeoXConfig",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "gpt2": "GPT2Config",
+    "opt": "OPTConfig",
+    "falcon": "FalconConfig",
+    "bloom": "BloomConfig",
+}
+_Arguments = dict[str, Any]
+# Kind -> its arguments, from the common ones, those with grouped key heads, and those with a width of heads besides.
+# Dropout is off and attention windows are shorter than the sequences of tests.
+_ARGUMENTS: dict[str, Callable[[_Arguments, _Arguments, _Arguments], _Arguments]] = {
+    "llama": lambda common, grouped, headed: grouped,
+    "mistral": lambda common, grouped, headed: headed,
+    "qwen3": lambda common, grouped, headed: {**headed, "tie_word_embeddings": True},
+    "gemma": lambda common, grouped, headed: headed,
+    "gemma2": lambda common, grouped, headed: {**headed, "sliding_window": _WINDOW, "tie_word_embeddings": True},
+    "gemma3": lambda common, grouped, headed: {**headed, "sliding_window": _WINDOW, "tie_word_embeddings": True},
+    "phi3": lambda common, grouped, headed: {**grouped, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_neox": lambda common, grouped, headed: {**common, "hidden_dropout": 0.0},
+    "mixtral": lambda common, grouped, headed: {**grouped, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": lambda common, grouped, headed: {
+        **headed,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": common["hidden_size"] // 2,
+    },
+    "gpt2": lambda common, grouped, headed: {
+        "n_embd": common["hidden_size"],
+        "n_layer": common["num_hidden_layers"],
+        "n_head": common["num_attention_heads"],
+        "vocab_size": common["vocab_size"],
+        "n_positions": 512,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "opt": lambda common, grouped, headed: {
+        **common,
+        "ffn_dim": common["intermediate_size"],
+        "word_embed_proj_dim": common["hidden_size"],
+        "dropout": 0.0,
+    },
+    "falcon": lambda common, grouped, headed: {**common, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "bloom": lambda common, grouped, headed: {
+        "hidden_size": common["hidden_size"],
+        "n_layer": common["num_hidden_layers"],
+        "n_head": common["num_attention_heads"],
+        "vocab_size": common["vocab_size"],
+        "pad_token_id": 0,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
 
 
 def tiny_config(
@@ -33,27 +102,7 @@ def tiny_config(
     }
     grouped = {**common, "num_key_value_heads": 2}
     headed = {**grouped, "head_dim": hidden // heads}
-    if kind == "gpt2":
-        config: Any = tf.GPT2Config(
-            n_embd=hidden,
-            n_layer=layers,
-            n_head=heads,
-            vocab_size=vocab,
-            n_positions=512,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    else:
-        build = {
-            "llama": lambda: tf.LlamaConfig(**grouped),
-            "mistral": lambda: tf.MistralConfig(**headed),
-            "qwen3": lambda: tf.Qwen3Config(**headed, tie_word_embeddings=True),
-            "gemma": lambda: tf.GemmaConfig(**headed),
-        }
-        config = build[kind]()
+    config: Any = getattr(tf, _CONFIGS[kind])(**_ARGUMENTS[kind](common, grouped, headed))
     if tie is not None:
         config.tie_word_embeddings = tie
     return config
