@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -162,14 +162,15 @@ def load_into(
     with Together(ranks, "comparing the names", path) as step:
         metadata = load_torch_metadata(directory / METADATA)
         index = _index(metadata)
+        lacking = state.keys() - index.keys()
         unused = {name for name in index.keys() - state.keys() if ignore is None or not ignore(name)}
-        step.value = (state.keys() - index.keys(), unused)
+        step.value = (lacking, unused)
         wrong = _mis_shaped(state, index)
         if wrong:
-            raise _mismatch(directory, (), (), wrong)
+            raise _mismatch(directory, sorted(lacking) if strict else (), sorted(unused) if strict else (), wrong)
     # Ranks may ask for different names (stages of a pipeline): what any of them uses is not unexpected.
-    missing = tuple(sorted(set[str]().union(*(lacking for lacking, _ in step.values))))
-    unexpected = tuple(sorted(set.intersection(*(unused for _, unused in step.values))))
+    missing = tuple(sorted(set[str]().union(*(names for names, _ in step.values))))
+    unexpected = tuple(sorted(set.intersection(*(names for _, names in step.values))))
     if strict and (missing or unexpected):
         raise _mismatch(directory, missing, unexpected, ())
     wanted = {name: value for name, value in state.items() if name in index}
@@ -230,7 +231,7 @@ def _mis_shaped(
 
 
 def _mismatch(
-    directory: Path, missing: tuple[str, ...], unexpected: tuple[str, ...], wrong: tuple[str, ...]
+    directory: Path, missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]
 ) -> CheckpointMismatchError:
     parts = [
         f"{len(names)} {kind} ({', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''})"
