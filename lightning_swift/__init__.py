@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from lightning_swift.errors import SwiftError
     from lightning_swift.models.causal_lm import CausalLM
     from lightning_swift.models.lazy import lazy_pretrained
+    from lightning_swift.strategies.ddp import DDPBF16Strategy
     from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 
 __version__ = "0.1.0"
 
-__all__ = ["CausalLM", "ChatDataModule", "FSDPBF16Strategy", "SwiftError", "lazy_pretrained"]
+__all__ = ["CausalLM", "ChatDataModule", "DDPBF16Strategy", "FSDPBF16Strategy", "SwiftError", "lazy_pretrained"]
 
 _HOME = {
     "CausalLM": "models.causal_lm",
     "ChatDataModule": "data.chat",
+    "DDPBF16Strategy": "strategies.ddp",
     "FSDPBF16Strategy": "strategies.fsdp",
     "SwiftError": "errors",
     "lazy_pretrained": "models.lazy",

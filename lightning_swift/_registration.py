@@ -21,6 +21,11 @@ __all__ = ["register_strategies"]
 _LIGHTNING = "lightning.pytorch"
 
 _NAMES: dict[str, tuple[str, str, str]] = {
+    "swift_ddp": (
+        "lightning_swift.strategies.ddp",
+        "DDPBF16Strategy",
+        "DDP with BF16 compute and FP32 weights, moments and reductions",
+    ),
     "swift_fsdp_bf16": (
         "lightning_swift.strategies.fsdp",
         "FSDPBF16Strategy",
