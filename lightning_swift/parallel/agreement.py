@@ -14,7 +14,7 @@ __all__ = ["copy_from_first_rank", "copy_state_buffers"]
 
 @torch.no_grad()
 def copy_from_first_rank(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Give every data-parallel rank the parameters and buffers of the first one, as DDP does.
+    """Give every rank that holds the same layers the parameters and buffers of the first one, as DDP does.
 
     A model that each rank initialises for itself may differ between them; shards cut from different models would be
     a model that nobody made. Tensors on the meta device have no values yet and are left out.
@@ -27,7 +27,7 @@ def copy_from_first_rank(model: nn.Module, mesh: DeviceMesh, device: torch.devic
 
 @torch.no_grad()
 def copy_state_buffers(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Give every data-parallel rank the first one's buffers of the ``state_dict``, in one message per axis.
+    """Give every rank of the same layers the first one's buffers of the ``state_dict``, in one message per axis.
 
     Layers such as batch normalisation change them in the forward pass, each rank by its own samples. DDP does the same
     before each step (``broadcast_buffers``). Constant tables are not in the ``state_dict`` and cost nothing here.
@@ -54,7 +54,9 @@ def _state_buffers(model: nn.Module) -> list[Tensor]:
 
 
 def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    axes = [axis for axis in (MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD) if mesh[axis].size() > 1]
+    # Ranks of one tensor-parallel group start from the same whole model, of which each then keeps its part.
+    shared = (MeshAxis.TP, MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD)
+    axes = [axis for axis in shared if mesh[axis].size() > 1]
     return [mesh.get_group(axis) for axis in axes]
 
 

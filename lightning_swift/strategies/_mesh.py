@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
 from typing_extensions import override
 
 from lightning_swift.errors import ModelError
@@ -27,6 +28,7 @@ from lightning_swift.parallel.memory import return_freed_memory
 from lightning_swift.parallel.mesh import MeshSizes, build_mesh, data_parallel_rank
 from lightning_swift.parallel.sharding import device_of_shards, reshard, shard, sharded_roots
 from lightning_swift.strategies._checkpointing import ShardedCheckpointing
+from lightning_swift.strategies._mesh_setup import evaluate_under_no_grad, move_the_rest, refuse_empty
 from lightning_swift.strategies._options import MeshOptions
 from lightning_swift.strategies._precision import MeshPrecision, agree
 
@@ -87,7 +89,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
     @property
     def mesh_sizes(self) -> MeshSizes:
         """Number of ranks along each axis of the mesh."""
-        return self.options.sizes(self.world_size)
+        return self.options.sizes(self.world_size, self.num_nodes)
 
     @property
     @override
@@ -106,7 +108,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
         # The first moment at which the number of ranks is known: sizes that do not fit are refused here.
-        self.options.sizes(self.num_nodes * self.num_processes)
+        self.options.sizes(self.num_nodes * self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -126,7 +128,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
         if not self._is_applied(self.lightning_module):
             self._apply(self.lightning_module)
         self.barrier()
-        _evaluate_under_no_grad(trainer)
+        evaluate_under_no_grad(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_masters(self.lightning_module, self.options.policy)
             self.setup_optimizers(trainer)
@@ -134,19 +136,31 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def _apply(self, module: pl.LightningModule) -> None:
-        """The order of transforms. The model has been built; tensor parallelism will come before checkpointing."""
+        """The order of transforms, from the model as the user has built it to shards that hold its weights."""
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-        blocks = choose_blocks(module, self.options.block_classes)
+        self._split_into_stages(module)
         self._report_casts(cast_parameters(module, self.options.policy))
         copy_from_first_rank(module, self.device_mesh, self.root_device)
+        self._split_tensors(module)
+        blocks = choose_blocks(module, self.options.block_classes)
         if self.activation_checkpointing is not None:
             apply_checkpointing(module, self.activation_checkpointing)
         compile_blocks(blocks, self.options.compile)
-        shard(module, self.device_mesh, self.options.sharding, blocks)
+        self._shard(module, blocks)
         if is_lazy(module):
             load_lazy_weights(module, device=device_of_shards(self.root_device, self.options.sharding))
         self._finish(module, len(blocks))
+
+    def _split_into_stages(self, module: pl.LightningModule) -> None:
+        """Leave this rank its stages of the pipeline. Without one there is nothing to do."""
+
+    def _split_tensors(self, module: pl.LightningModule) -> None:
+        """Cut layers over the tensor-parallel ranks. Without such ranks there is nothing to do."""
+
+    def _shard(self, module: pl.LightningModule, blocks: list[tuple[str, nn.Module]]) -> None:
+        """Cut what is left over the data-parallel ranks."""
+        shard(module, self.device_mesh, self.options.sharding, blocks)
 
     @override
     def model_to_device(self) -> None:
@@ -223,39 +237,11 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
             )
 
     def _finish(self, module: pl.LightningModule, blocks: int) -> None:
-        _refuse_empty(module)
+        refuse_empty(module)
         setattr(module, _APPLIED, (self.options.sharding, self.mesh_sizes))
-        _move_the_rest(module, self.root_device)
+        move_the_rest(module, self.root_device)
         if not blocks:
             rank_zero_warn(
                 f"{type(module).__name__}: no repeated blocks were found, so each child is gathered as a whole. Name "
                 "the classes of its blocks with block_classes to save memory."
             )
-
-
-def _refuse_empty(module: pl.LightningModule) -> None:
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.is_meta:
-            raise ModelError(
-                "the tensor is on the meta device and nothing is known to fill it with.",
-                where=name,
-                fix="Build pretrained models with lightning_swift.lazy_pretrained, and others on a real device.",
-            )
-
-
-def _move_the_rest(module: pl.LightningModule, device: torch.device) -> None:
-    """Buffers and parameterless children (metrics), which no group moves, and Lightning's own note of the device."""
-    for part in module.modules():
-        if next(part.parameters(), None) is None:
-            part.to(device)
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.device != device:
-                part._buffers[name] = buffer.to(device)
-    module._device = device
-
-
-def _evaluate_under_no_grad(trainer: pl.Trainer) -> None:
-    """Gathered parameters made under ``inference_mode`` could not be trained on afterwards (pytorch 197327)."""
-    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    for loop in loops:
-        loop.inference_mode = False

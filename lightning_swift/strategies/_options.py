@@ -63,8 +63,8 @@ class MeshOptions:
         """What ``fully_shard`` needs to know."""
         return ShardingSettings(self.policy, self.cpu_offload, self.reshard_after_forward)
 
-    def sizes(self, world_size: int) -> MeshSizes:
-        """The mesh on ``world_size`` ranks.
+    def sizes(self, world_size: int, nodes: int = 1) -> MeshSizes:
+        """The mesh on ``world_size`` ranks of ``nodes`` machines.
 
         Raises:
             ConfigurationError: The sizes do not fit.
