@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.dtypes import PrecisionName
-from lightning_swift.parallel.gradients import clip_by_norm, clip_by_value
+from lightning_swift.parallel.gradients import OtherStages, clip_by_norm, clip_by_value
 
 __all__ = ["MeshPrecision", "agree"]
 
@@ -21,14 +21,19 @@ _DEFAULT = "32-true"
 
 
 class MeshPrecision(Precision):
-    """Leaves casting to ``fully_shard`` (no autocast) and clips gradients whatever meshes they lie on."""
+    """Leaves casting to ``fully_shard`` (no autocast) and clips gradients whatever meshes they lie on.
+
+    Attributes:
+        other_stages: Set by the strategy where a pipeline's other ranks hold gradients too.
+    """
 
     def __init__(self, precision: PrecisionName) -> None:
         self.precision = precision
+        self.other_stages: OtherStages | None = None
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_norm(self.main_params(optimizer), clip_val)
+        clip_by_norm(self.main_params(optimizer), clip_val, others=self.other_stages)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
