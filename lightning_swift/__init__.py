@@ -18,10 +18,19 @@ if TYPE_CHECKING:
     from lightning_swift.models.lazy import lazy_pretrained
     from lightning_swift.strategies.ddp import DDPBF16Strategy
     from lightning_swift.strategies.fsdp import FSDPBF16Strategy
+    from lightning_swift.strategies.zero import ZeROStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["CausalLM", "ChatDataModule", "DDPBF16Strategy", "FSDPBF16Strategy", "SwiftError", "lazy_pretrained"]
+__all__ = [
+    "CausalLM",
+    "ChatDataModule",
+    "DDPBF16Strategy",
+    "FSDPBF16Strategy",
+    "SwiftError",
+    "ZeROStrategy",
+    "lazy_pretrained",
+]
 
 _HOME = {
     "CausalLM": "models.causal_lm",
@@ -29,6 +38,7 @@ _HOME = {
     "DDPBF16Strategy": "strategies.ddp",
     "FSDPBF16Strategy": "strategies.fsdp",
     "SwiftError": "errors",
+    "ZeROStrategy": "strategies.zero",
     "lazy_pretrained": "models.lazy",
 }
 

@@ -20,6 +20,7 @@ __all__ = ["register_strategies"]
 
 _LIGHTNING = "lightning.pytorch"
 
+# Name -> module, class, description.
 _NAMES: dict[str, tuple[str, str, str]] = {
     "swift_ddp": (
         "lightning_swift.strategies.ddp",
@@ -31,6 +32,34 @@ _NAMES: dict[str, tuple[str, str, str]] = {
         "FSDPBF16Strategy",
         "FSDP2 with BF16 compute and FP32 master weights, moments and reductions",
     ),
+    "swift_zero1": (
+        "lightning_swift.strategies.zero",
+        "ZeROStrategy",
+        "DeepSpeed ZeRO-1 with BF16 compute: optimizer state is cut over all ranks",
+    ),
+    "swift_zero2": (
+        "lightning_swift.strategies.zero",
+        "ZeROStrategy",
+        "DeepSpeed ZeRO-2 with BF16 compute: optimizer state and gradients are cut over all ranks",
+    ),
+    "swift_zero3": (
+        "lightning_swift.strategies.zero",
+        "ZeROStrategy",
+        "DeepSpeed ZeRO-3 with BF16 compute: parameters, too, are cut over all ranks",
+    ),
+    "swift_zero3_offload": (
+        "lightning_swift.strategies.zero",
+        "ZeROStrategy",
+        "DeepSpeed ZeRO-3 with BF16 compute; parameters and optimizer state lie in host memory",
+    ),
+}
+
+# What a name stands for besides its class.
+_ARGUMENTS: dict[str, dict[str, object]] = {
+    "swift_zero1": {"stage": 1},
+    "swift_zero2": {"stage": 2},
+    "swift_zero3": {"stage": 3},
+    "swift_zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
 }
 
 
@@ -93,4 +122,6 @@ def _register() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     for name, (module, cls, description) in _NAMES.items():
-        StrategyRegistry.register(name, _Factory(module, cls), description=description, override=True)
+        StrategyRegistry.register(
+            name, _Factory(module, cls), description=description, override=True, **_ARGUMENTS.get(name, {})
+        )

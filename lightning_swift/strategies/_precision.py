@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ from lightning_swift.parallel.gradients import OtherStages, clip_by_norm, clip_b
 __all__ = ["MeshPrecision", "agree"]
 
 # What Lightning makes of Trainer(precision=...); anything else was made by the user.
-_FROM_TRAINER = (Precision, HalfPrecision, MixedPrecision)
+_FROM_TRAINER = (Precision, HalfPrecision, MixedPrecision, DeepSpeedPrecision)
 # Lightning does not tell its default from an explicit "32-true".
 _DEFAULT = "32-true"
 

@@ -1,0 +1,90 @@
+"""The user's optimizer under ZeRO: what DeepSpeed gets in its place, and gradients divided before it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+from lightning_swift.errors import ConfigurationError
+
+__all__ = ["gradients_times", "offloaded_adam", "use_fused_kernels"]
+
+# Options of torch's Adam that DeepSpeed's has no counterpart for.
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+
+
+def offloaded_adam(optimizer: Optimizer, *, bf16_states: bool) -> Optimizer:
+    """DeepSpeed's vectorised Adam for host memory in place of torch's, with the same groups; others as they are.
+
+    The groups are the same objects: schedulers and callbacks that hold the user's optimizer go on acting on it.
+    """
+    if type(optimizer) not in (Adam, AdamW) or any(
+        group.get(k) for group in optimizer.param_groups for k in _UNSUPPORTED
+    ):
+        return optimizer
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    groups = optimizer.param_groups
+    replaced = DeepSpeedCPUAdam(
+        [{**group} for group in groups],
+        adamw_mode=type(optimizer) is AdamW or bool(groups[0].get("decoupled_weight_decay")),
+        fp32_optimizer_states=not bf16_states,
+    )
+    for group, full in zip(groups, replaced.param_groups, strict=True):
+        for key, value in full.items():
+            group.setdefault(key, value)
+    replaced.param_groups = groups
+    # torch's schedulers warn unless the optimizer that they were built with has made a step.
+    replaced.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
+    return replaced
+
+
+def use_fused_kernels(optimizer: Optimizer) -> None:
+    """One kernel for all of a group's elements, for torch's Adam and AdamW whose user has not chosen another way."""
+    if type(optimizer) not in (Adam, AdamW):
+        return
+    for group in optimizer.param_groups:
+        chosen = any(group.get(key) is not None for key in ("foreach", "fused"))
+        if not chosen and not group.get("differentiable") and not group.get("capturable"):
+            group["fused"] = True
+
+
+@contextmanager
+def gradients_times(engine: Any, factor: float) -> Iterator[None]:
+    """While active, ``engine.step()`` sees every gradient multiplied by ``factor``, clipping included.
+
+    ZeRO's own division by a loss scale does it, so gradients need no pass of their own and may lie anywhere.
+    """
+    optimizer = engine.optimizer
+    if factor == 1.0:
+        yield
+    elif hasattr(optimizer, "loss_scaler"):
+        before = optimizer.loss_scale
+        optimizer.loss_scale = before / factor
+        try:
+            yield
+        finally:
+            optimizer.loss_scale = before
+    else:
+        # The optimizer that DeepSpeed takes for stage 1 in BF16 has no scale, and keeps whole FP32 gradients.
+        torch._foreach_mul_(optimizer.fp32_groups_gradients_flat, factor)
+        yield
+
+
+def check_single(optimizers: list[Optimizer]) -> Optimizer:
+    """The one optimizer.
+
+    Raises:
+        ConfigurationError: There is none, or more than one.
+    """
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"DeepSpeed drives one optimizer, and there are {len(optimizers)}.",
+            where="configure_optimizers",
+            fix="Return one optimizer; it may have several parameter groups.",
+        )
+    return optimizers[0]

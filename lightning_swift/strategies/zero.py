@@ -1,0 +1,282 @@
+"""DeepSpeed's ZeRO for any LightningModule, without the faults of Lightning's own strategy for it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_swift.adapters.settings import AdapterSettings, LoraSettings, Quantization
+from lightning_swift.errors import ConfigurationError
+from lightning_swift.models.lazy import is_lazy, load_lazy_weights
+from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
+from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
+from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory
+from lightning_swift.strategies._checkpointing import ShardedCheckpointing
+from lightning_swift.strategies._precision import agree
+from lightning_swift.strategies._zero_config import (
+    DeepSpeedConfig,
+    TrainerFacts,
+    base_config,
+    complete_config,
+    hidden_size,
+    size_buckets,
+)
+from lightning_swift.strategies._zero_engine import choose_accelerator, inference_config, start_engine
+from lightning_swift.strategies._zero_loading import known_to_transformers, loading_config
+from lightning_swift.strategies._zero_optimizer import (
+    check_single,
+    offloaded_adam,
+    use_fused_kernels,
+)
+from lightning_swift.strategies._zero_options import (
+    AutoSwitch,
+    BucketSize,
+    OptimizerOffload,
+    ParamOffload,
+    ZeROOptions,
+    ZeROStage,
+)
+from lightning_swift.strategies._zero_precision import ZeROPrecision
+
+__all__ = ["ZeROStrategy"]
+
+
+class ZeROStrategy(ShardedCheckpointing, DeepSpeedStrategy):
+    """Cuts optimizer state (stage 1), gradients (2) and parameters (3) over all ranks, with offload to host or disk.
+
+    Also by name: ``swift_zero1``, ``swift_zero2``, ``swift_zero3`` and ``swift_zero3_offload``, which mean BF16.
+
+    Args:
+        stage: What is cut up; 3 if neither this nor ``config`` says it.
+        precision: ``"bf16-mixed"``: parameters in BF16, FP32 master weights and moments in the optimizer.
+            ``"bf16-true"``: master weights and moments in BF16 too. ``"32-true"``: everything in FP32.
+    """
+
+    loads_lazy_weights = True
+
+    def __init__(
+        self,
+        stage: ZeROStage | None = None,
+        precision: PrecisionName = "bf16-mixed",
+        *,
+        offload_optimizer: OptimizerOffload | None = None,
+        offload_params: ParamOffload | None = None,
+        nvme_path: str | None = None,
+        pin_memory: AutoSwitch = "auto",
+        overlap_comm: AutoSwitch = "auto",
+        contiguous_gradients: bool = True,
+        reduce_bucket_size: BucketSize = "auto",
+        allgather_bucket_size: BucketSize = "auto",
+        prefetch_bucket_size: BucketSize = "auto",
+        persistence_threshold: BucketSize = "auto",
+        sub_group_size: BucketSize = "auto",
+        reduce_dtype: ReduceName = "float32",
+        lora: LoraSettings | None = None,
+        quantization: Quantization | None = None,
+        double_quant: bool = True,
+        return_freed_memory: ReturnMemory = "auto",
+        config: str | dict[str, Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        self.options = ZeROOptions(
+            precision=precision,
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_params=offload_params,
+            nvme_path=nvme_path,
+            pin_memory=pin_memory,
+            overlap_comm=overlap_comm,
+            contiguous_gradients=contiguous_gradients,
+            reduce_bucket_size=reduce_bucket_size,
+            allgather_bucket_size=allgather_bucket_size,
+            prefetch_bucket_size=prefetch_bucket_size,
+            persistence_threshold=persistence_threshold,
+            sub_group_size=sub_group_size,
+            reduce_dtype=reduce_dtype,
+            adapters=AdapterSettings(lora, quantization, double_quant),
+            return_freed_memory=return_freed_memory,
+            config=config,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._base = base_config(self.options)
+        self.activation_checkpointing: CheckpointingSettings | None = None
+        self.chosen_by_name = False
+        self._precision = ZeROPrecision(precision)
+        self._gradient_factor = 1.0
+        super().__init__(
+            config=self._base, process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout)
+        )
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning lets a plugin stored here win over Trainer(precision=...) silently, so none is.
+        self._precision_plugin = None
+        if precision_plugin is not None:
+            name = type(self).__name__
+            chosen = agree(name, self.options.precision, precision_plugin, by_name=self.chosen_by_name)
+            self.options = replace(self.options, precision=chosen)
+            self._precision = ZeROPrecision(chosen)
+
+    @property
+    @override
+    def zero_stage_3(self) -> bool:
+        return self.stage == 3
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage: 1, 2 or 3."""
+        stage: int = self.options.stage or self._base["zero_optimization"].get("stage", 3)
+        return stage
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning decides which microbatch ends a window, so that an epoch's last one need not be full."""
+        return False
+
+    @property
+    def _returns_memory(self) -> bool:
+        # Elsewhere gathered parameters are not in host memory, or nothing is gathered.
+        on_cpu = self.root_device.type == "cpu" and self.world_size > 1 and self.zero_stage_3
+        return on_cpu if self.options.return_freed_memory == "auto" else self.options.return_freed_memory
+
+    @override
+    def setup_environment(self) -> None:
+        if self._returns_memory:
+            return_freed_memory()
+        choose_accelerator(self.root_device.type)
+        # Past Lightning's own check, which refuses every device but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        # CPU devices have no index for Lightning to check.
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        with super(DeepSpeedStrategy, self).tensor_init_context(empty_init=empty_init):
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None]:
+        # Never Lightning's zero.Init: round transformers it rounds rotary tables, and round a quantised load it aborts.
+        with known_to_transformers(loading_config(self._complete_config())):
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        self.config = self._complete_config()
+        with known_to_transformers(loading_config(self.config)):
+            self._apply(module)
+        size_buckets(self.config, hidden_size(module))
+        _check_clipping(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._start_training(module)
+        else:
+            self.model, _ = start_engine(
+                module, inference_config(self.config), optimizer=None, local_rank=self.local_rank
+            )
+        self.barrier()
+
+    def _apply(self, module: pl.LightningModule) -> None:
+        """The order of transforms. The model has been built, with or without weights."""
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        if is_lazy(module):
+            load_lazy_weights(module, device=self.root_device)
+        if self.activation_checkpointing is not None:
+            apply_checkpointing(module, self.activation_checkpointing)
+
+    def _start_training(self, module: pl.LightningModule) -> None:
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+        optimizer = self._suited(check_single(optimizers))
+        self.model, wrapped = start_engine(module, self._config, optimizer=optimizer, local_rank=self.local_rank)
+        self.model.set_gradient_accumulation_boundary(True)
+        self.optimizers = [wrapped]
+        self.lr_scheduler_configs = schedulers
+        rank_zero_info(f"{type(self).__name__}: stage {self.stage}, {self.options.policy}")
+
+    def _suited(self, optimizer: Optimizer) -> Optimizer:
+        if "offload_optimizer" not in self._config["zero_optimization"]:
+            use_fused_kernels(optimizer)
+            return optimizer
+        suited = offloaded_adam(optimizer, bf16_states=self.options.precision == "bf16-true")
+        if suited is not optimizer:
+            rank_zero_info(
+                f"{type(self).__name__}: {type(optimizer).__name__} runs as DeepSpeedCPUAdam in host memory, with the "
+                "same groups and hyper-parameters."
+            )
+        return suited
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        self.model.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.model.set_gradient_accumulation_boundary(True)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Have the coming optimizer step see every gradient multiplied by ``factor``, clipping included."""
+        self._gradient_factor = factor
+
+    def take_gradient_factor(self) -> float:
+        """What the gradients of this step are to be multiplied by; 1 for the steps after it."""
+        factor, self._gradient_factor = self._gradient_factor, 1.0
+        return factor
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        assert isinstance(self.config, dict)
+        return self.config
+
+    def _complete_config(self) -> DeepSpeedConfig:
+        trainer = self._trainer
+        facts = TrainerFacts(
+            world_size=self.world_size,
+            accumulate=trainer.accumulate_grad_batches,
+            clip=trainer.gradient_clip_val,
+            on_gpu=self.root_device.type != "cpu",
+        )
+        return complete_config(self._base, self.options, facts)
+
+
+def _check_clipping(trainer: pl.Trainer) -> None:
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        raise ConfigurationError(
+            "DeepSpeed clips gradients by their common norm, not by value.",
+            where='Trainer(gradient_clip_algorithm="value")',
+            fix='Use gradient_clip_algorithm="norm", or FSDPBF16Strategy, which does both.',
+        )
