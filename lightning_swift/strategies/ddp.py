@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -111,6 +112,7 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
         _check_positive(bucket_cap_mb=bucket_cap_mb, timeout=timeout)
         self.activation_checkpointing: CheckpointingSettings | None = None
         self.chosen_by_name = False
+        self._static_graph, self._learns_graph = static_graph, False
         self._accumulate_without_sync = accumulate_without_sync
         self._compile = compile
         self._block_classes = None if block_classes is None else tuple(block_classes)
@@ -193,6 +195,7 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
         check_masters(module, self.policy)
         _refuse_frozen(module)
         self.configure_ddp()
+        self._learns_graph = self._static_graph
         self.setup_optimizers(trainer)
         compressed = f", compression {self.compression}" if self._compresses else ""
         rank_zero_info(f"{type(self).__name__}: {self.policy}, {self.world_size} ranks{compressed}")
@@ -216,9 +219,33 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
             self.powersgd_state = register_compression(self.model, self.compression)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._whole_graphs():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._whole_graphs():
+            return super().validation_step(*args, **kwargs)
+
+    def _whole_graphs(self) -> AbstractContextManager[None]:
+        """Compile blocks as they are: torch would cut each once more by buckets, and fails on buckets below 1 MiB.
+
+        Gradients of a block are exchanged while those of the one before it are computed, as blocks are separate graphs.
+        """
+        if self._compile is None:
+            return nullcontext()
+        from torch._dynamo import config
+
+        patched: AbstractContextManager[None] = config.patch(optimize_ddp=False)
+        return patched
+
+    @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        if not self._accumulate_without_sync:
+        if not self._accumulate_without_sync or self._learns_graph:
+            # The first backward pass of a static graph is an assertion failure inside torch if it does not reduce.
+            self._learns_graph = False
             yield
             return
         with super().block_backward_sync():
