@@ -4,8 +4,7 @@ Torch refuses to register its bfloat16 hook by name wherever NCCL is missing, th
 its float16 hook turns a gradient above 65504 into infinity. The hooks here call those of torch and mend that.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types themselves.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
