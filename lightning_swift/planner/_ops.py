@@ -1,0 +1,377 @@
+"""The operators of a decoder on the :mod:`tape`: what each allocates, what it saves, what its backward allocates.
+
+Each mirrors PyTorch's derivative formula (``tools/autograd/derivatives.yaml``), temporaries included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_swift.planner.tape import Buffer, Gradient, Ledger, Node, Recompute, Value, run_backward
+
+__all__ = ["Adapter", "Arithmetic", "Ops", "Quantised"]
+
+Quantised = Literal["none", "nf4", "int8"]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA beside every linear layer of a block.
+
+    Args:
+        rank: Its r.
+        size: Bytes per element in which adapters compute.
+        dropout: Whether their input goes through dropout.
+        dora: Whether magnitudes are learned too.
+    """
+
+    rank: int
+    size: int = 2
+    dropout: bool = False
+    dora: bool = False
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """In which sizes a step computes.
+
+    Args:
+        weight: Bytes per weight element that operators see.
+        compute: Bytes per element of matrix products.
+        autocast: FP32 weights are cast for each matrix product (DDP's mixed precision).
+        quantised: How frozen matrices are stored.
+        adapter: LoRA, or None for full training.
+        stream: Bytes per element of the residual stream; 0 takes what the embedding gives.
+    """
+
+    weight: int = 2
+    compute: int = 2
+    autocast: bool = False
+    quantised: Quantised = "none"
+    adapter: Adapter | None = None
+    stream: int = 0
+
+    @property
+    def full(self) -> bool:
+        """All weights are trained."""
+        return self.adapter is None
+
+
+class Ops:
+    """The operators, bound to a ledger and an arithmetic.
+
+    Attributes:
+        graph: Whether operators record themselves.
+        keep: Outputs of matrix products that selective checkpointing keeps, while it records or replays.
+    """
+
+    def __init__(self, ledger: Ledger, arithmetic: Arithmetic) -> None:
+        self.ledger = ledger
+        self.arithmetic = arithmetic
+        self.graph = True
+        self.keep: list[Buffer] | None = None
+        self.replaying = False
+        self.is_loss = False
+
+    def new(self, nbytes: float) -> Buffer:
+        """Fresh storage."""
+        return Buffer(self.ledger, nbytes, is_loss=self.is_loss)
+
+    def _product(self, nbytes: float) -> Buffer:
+        """Storage of the output of a matrix product, which selective checkpointing keeps."""
+        if self.keep is None:
+            return self.new(nbytes)
+        if self.replaying:
+            return self.keep.pop(0)
+        kept = self.new(nbytes)
+        self.keep.append(kept)
+        return kept
+
+    def node(self, inputs: list[Node | None], rule: Callable[..., list[Gradient | None]], *saved: Buffer | None) -> Node | None:
+        """A node, if a gradient flows to any input."""
+        if not self.graph or not any(inputs):
+            return None
+        return Node(self.ledger, inputs, rule, saved)
+
+    def grow(self, nbytes: float) -> None:
+        """A gradient arrives at a parameter: it stays there, or is added to the one that is there."""
+        grad = self.new(nbytes)
+        if not self.ledger.accumulate:
+            self.ledger.gradients.append(grad)
+
+    # -- elementwise
+
+    def unary(self, x: Value, *, save_input: bool = False, save_output: bool = False, temporaries: int = 0) -> Value:
+        """An operator whose backward makes one tensor like its input (after ``temporaries`` more of them)."""
+        nbytes = x.nbytes
+        out = self.new(nbytes)
+        saved = (x.buffer if save_input else None, out if save_output else None)
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            held = [self.new(nbytes) for _ in range(temporaries)]
+            found = self.new(nbytes)
+            held.clear()
+            return [found]
+
+        return Value(x.n, x.size, out, self.node([x.node], rule, *saved))
+
+    def cast(self, x: Value, size: int) -> Value:
+        """``x.to(dtype)``."""
+        if x.size == size:
+            return x
+        nbytes = x.nbytes
+        return Value(
+            x.n, size, self.new(x.n * size), self.node([x.node], lambda grad: [self.new(nbytes)])
+        )
+
+    def _shaped(self, n: float, size: int, like_n: float, like_size: int) -> Buffer:
+        """A gradient of ``n`` elements, summed and cast to those of an input."""
+        found = self.new(n * size)
+        if like_n < n:
+            found = self.new(like_n * size)
+        return found if like_size == size else self.new(like_n * like_size)
+
+    def mul(self, x: Value, y: Value) -> Value:
+        """``x * y``, the smaller broadcast."""
+        n, size = max(x.n, y.n), max(x.size, y.size)
+        x_n, x_size, y_n, y_size = x.n, x.size, y.n, y.size
+        wants = (x.node is not None, y.node is not None)
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            return [
+                self._shaped(n, size, x_n, x_size) if wants[0] else None,
+                self._shaped(n, size, y_n, y_size) if wants[1] else None,
+            ]
+
+        saved = (x.buffer if wants[1] else None, y.buffer if wants[0] else None)
+        return Value(n, size, self.new(n * size), self.node([x.node, y.node], rule, *saved))
+
+    def constant(self, x: Value, size: int | None = None) -> Value:
+        """``x`` times something that needs no gradient and is there anyway (a number, a rotary table)."""
+        result, like, n = max(x.size, size or 0), x.size, x.n
+        return Value(
+            n, result, self.new(n * result), self.node([x.node], lambda grad: [self._shaped(n, result, n, like)])
+        )
+
+    def scale(self, x: Value, features: int, *, size: int = 0) -> Value:
+        """``weight * x`` with a weight of ``features`` elements, in ``size`` bytes each if that is more."""
+        trained = self.arithmetic.full
+        weight = self.arithmetic.weight
+        n, size, like = x.n, max(x.size, weight, size), x.size
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            if trained:
+                whole = self.new(n * size)
+                self.grow(features * weight)
+                del whole
+            return [self._shaped(n, size, n, like)]
+
+        # With a frozen weight only that weight is saved, which is there anyway.
+        source: list[Node | None] = [x.node]
+        saved = x.buffer if trained else None
+        if self.graph and trained and x.node is None:
+            source = [Node(self.ledger, [], lambda grad: [], ())]
+        return Value(n, size, self.new(n * size), self.node(source, rule, saved))
+
+    def add(self, x: Value, y: Value) -> Value:
+        """``x + y`` of equal shapes."""
+        n, size = x.n, max(x.size, y.size)
+        sizes = (x.size, y.size)
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            return [grad if own == size else self.new(n * own) for own in sizes]
+
+        return Value(n, size, self.new(n * size), self.node([x.node, y.node], rule))
+
+    def square(self, x: Value) -> Value:
+        """``x.pow(2)``, whose backward makes ``x.pow(1)`` and twice that first."""
+        return self.unary(x, save_input=True, temporaries=2)
+
+    def mean(self, x: Value, features: int) -> Value:
+        """Mean over the last axis; its backward divides an expanded gradient, into a whole tensor."""
+        nbytes = x.nbytes
+        n = x.n / features
+        return Value(n, x.size, self.new(n * x.size), self.node([x.node], lambda grad: [self.new(nbytes)]))
+
+    # -- matrix products
+
+    def linear(self, x: Value, features: tuple[float, float], *, bias: bool = False, block: bool = True) -> Value:
+        """``x @ W.t() + b`` with ``W`` of ``features = (in, out)``; with adapters and quantised where the block has them."""
+        arithmetic = self.arithmetic
+        base = self._linear(x, features, trained=arithmetic.full, bias=bias, block=block)
+        if arithmetic.adapter is None or not block:
+            return base
+        return self._adapted(x, base, features, arithmetic.adapter)
+
+    def _linear(
+        self, x: Value, features: tuple[float, float], *, trained: bool, bias: bool, block: bool, size: int | None = None
+    ) -> Value:
+        arithmetic = self.arithmetic
+        stored = arithmetic.weight if size is None else size
+        compute = arithmetic.compute if size is None or arithmetic.autocast else size
+        x = self.cast(x, compute) if arithmetic.autocast else x
+        fan_in, fan_out = features
+        weights = fan_in * fan_out
+        rows = x.n / fan_in
+        quantised = block and size is None and arithmetic.quantised != "none"
+        expanded = self._weight_copy(weights, compute, quantised=quantised, cast=stored != compute)
+        out = self._product(rows * fan_out * compute)
+        if quantised:
+            expanded = None
+        in_bytes, wants = x.nbytes, x.node is not None
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            again = self._weight_copy(weights, compute, quantised=quantised, cast=False)
+            found = self.new(in_bytes) if wants else None
+            if trained:
+                self._weight_gradient(weights, compute, stored)
+                if bias:
+                    self._weight_gradient(fan_out, compute, stored)
+            del again
+            return [found]
+
+        source: list[Node | None] = [x.node]
+        if self.graph and trained and x.node is None:
+            source = [Node(self.ledger, [], lambda grad: [], ())]
+        saved = (x.buffer if trained else None, expanded if wants else None)
+        return Value(rows * fan_out, compute, out, self.node(source, rule, *saved))
+
+    def _weight_gradient(self, n: float, compute: int, stored: int) -> None:
+        if compute == stored:
+            self.grow(n * stored)
+            return
+        made = self.new(n * compute)
+        self.grow(n * stored)
+        del made
+
+    def _weight_copy(self, n: float, compute: int, *, quantised: bool, cast: bool) -> Buffer | None:
+        if quantised:
+            return self.new(n * compute)
+        # Autocast keeps the cast weight for the whole step (and each recomputation makes another).
+        return self.new(n * compute) if cast and self.arithmetic.autocast else None
+
+    def _adapted(self, x: Value, base: Value, features: tuple[float, float], adapter: Adapter) -> Value:
+        fan_in, fan_out = features
+        size = adapter.size
+        x = self.cast(x, size)
+        if adapter.dropout:
+            x = self._dropout(x)
+        low = self._linear(x, (fan_in, adapter.rank), trained=True, bias=False, block=False, size=size)
+        del x
+        high = self._linear(low, (adapter.rank, fan_out), trained=True, bias=False, block=False, size=size)
+        del low
+        if adapter.dora:
+            base, high = self._magnitude(base, high, fan_in * fan_out, fan_out)
+        high = self.constant(high)
+        total = self.add(base, high)
+        del high
+        return self.cast(total, base.size)
+
+    def _magnitude(self, base: Value, high: Value, weights: int, fan_out: int) -> tuple[Value, Value]:
+        """DoRA: the norm of the whole weight is taken in a dense copy, then both terms are scaled."""
+        whole = self.new(weights * high.size)
+        total = self.new(weights * high.size)
+        del whole, total
+        scaled = self.scale_trained(self.constant(base, high.size), fan_out, high.size)
+        return scaled, self.scale_trained(high, fan_out, high.size)
+
+    def scale_trained(self, x: Value, features: int, weight: int) -> Value:
+        """``m * x`` with a trained vector ``m``, for DoRA."""
+        nbytes = x.nbytes
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            whole = self.new(nbytes)
+            self.grow(features * weight)
+            del whole
+            return [self.new(nbytes)]
+
+        return Value(x.n, x.size, self.new(nbytes), self.node([x.node], rule, x.buffer))
+
+    def _dropout(self, x: Value) -> Value:
+        nbytes = x.nbytes
+        mask = self.new(x.n)
+        return Value(x.n, x.size, self.new(nbytes), self.node([x.node], lambda grad: [self.new(nbytes)], mask))
+
+    def shift(self, x: Value) -> Value:
+        """``x + number``: a new tensor whose gradient is passed on."""
+        return Value(x.n, x.size, self.new(x.nbytes), self.node([x.node], lambda grad: [grad]))
+
+    def experts(self, x: Value, features: tuple[float, float], experts: int) -> Value:
+        """A grouped matrix product: rows sorted by expert, one matrix for each."""
+        arithmetic = self.arithmetic
+        trained, compute, weight = arithmetic.full, arithmetic.compute, arithmetic.weight
+        x = self.cast(x, compute) if arithmetic.autocast else x
+        fan_in, fan_out = features
+        weights = experts * fan_in * fan_out
+        expanded = self._weight_copy(weights, compute, quantised=False, cast=weight != compute)
+        out = self._product(x.n / fan_in * fan_out * compute)
+        nbytes = x.nbytes
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            found = self.new(nbytes)
+            if trained:
+                self._weight_gradient(weights, compute, weight)
+            return [found]
+
+        saved = (x.buffer if trained else None, expanded)
+        return Value(x.n / fan_in * fan_out, compute, out, self.node([x.node], rule, *saved))
+
+    # -- attention
+
+    def attention(self, q: Value, k: Value, v: Value, heads: int, groups: int) -> Value:
+        """What FlashAttention-2 allocates: output and log-sum-exp; backward an FP32 dq, expanded dk and dv."""
+        size = self.arithmetic.compute
+        rows = q.n
+        q, k, v = (self.cast(t, size) for t in (q, k, v))
+        out = self._product(rows * size)
+        statistics = self.new(heads * 4)
+        q_bytes, kv_bytes = q.nbytes, k.nbytes
+        grouped = groups > 1
+
+        def rule(grad: Gradient) -> list[Gradient | None]:
+            accumulator = self.new(rows * 4)
+            sums = self.new(heads * 4)
+            dq = self.new(q_bytes)
+            expanded = [self.new(q_bytes), self.new(q_bytes)] if grouped else []
+            dk, dv = self.new(kv_bytes), self.new(kv_bytes)
+            expanded.clear()
+            del accumulator, sums
+            return [dq, dk, dv]
+
+        saved = (q.buffer, k.buffer, v.buffer, out, statistics)
+        return Value(rows, size, out, self.node([q.node, k.node, v.node], rule, *saved))
+
+    # -- recomputation
+
+    def checkpoint(self, block: Callable[[Value], Value], x: Value, *, selective: bool) -> Value:
+        """Run ``block`` keeping its input only (selective: and the outputs of its matrix products)."""
+        kept: list[Buffer] | None = [] if selective else None
+        out = self._quietly(block, x, kept)
+        size, n, source, buffer = x.size, x.n, x.node, x.buffer
+
+        def replay() -> tuple[Node, Node]:
+            stop = Node(self.ledger, [], lambda grad: [], ())
+            self.keep, self.replaying = kept, kept is not None
+            again = block(Value(n, size, buffer, stop))
+            self.keep, self.replaying = None, False
+            assert again.node is not None
+            return again.node, stop
+
+        node = Recompute(self.ledger, source, replay, (buffer, *(kept or ())))
+        return Value(out.n, out.size, out.buffer, node)
+
+    def _quietly(self, block: Callable[[Value], Value], x: Value, kept: list[Buffer] | None) -> Value:
+        self.graph, self.keep = False, kept
+        try:
+            return block(Value(x.n, x.size, x.buffer, None))
+        finally:
+            self.graph, self.keep = True, None
+
+    def backward(self, top: Value, grad_bytes: float, stop: Node | None) -> Gradient | None:
+        """Send a fresh gradient through the graph of ``top``."""
+        assert top.node is not None
+        node, top.node, top.buffer = top.node, None, None
+        node.grad = self.new(grad_bytes)
+        return run_backward(self.ledger, node, stop)
