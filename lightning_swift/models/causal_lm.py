@@ -37,8 +37,8 @@ class CausalLM(L.LightningModule):
     With ``loss_reduction="token"`` loss and gradient of an optimizer step are those of the mean over all its target
     tokens, however these are split into ranks, microbatches and accumulation steps. Until the last backward pass of a
     step has ended, gradients are those of sums over tokens: hooks that look at them earlier (``on_after_backward``)
-    see them unscaled; ``on_before_optimizer_step``, clipping and the optimizer see the mean. Strategies that call
-    their own engine instead of ``LightningModule.backward`` are not exact. A subclass that overrides
+    see them unscaled; ``on_before_optimizer_step``, clipping and the optimizer see the mean. Under strategies of others
+    that call their own engine instead of ``LightningModule.backward`` it is not exact. A subclass that overrides
     ``training_step``, ``backward`` or ``optimizer_step`` must call the method here.
 
     Logs ``train_loss`` once per optimizer step, and ``val_loss``, ``val_perplexity`` (``test_...``) over all tokens of
@@ -145,12 +145,22 @@ class CausalLM(L.LightningModule):
             self.log("train_loss", loss.detach(), prog_bar=True, sync_dist=True)
         return loss
 
+    def loss_for_backward(self, loss: Tensor) -> Tensor:
+        """What the backward pass of a microbatch starts from; for strategies whose engine has its own ``backward``.
+
+        Args:
+            loss: What ``training_step`` returned, divided by the accumulation steps.
+
+        Returns:
+            The sum over this microbatch's target tokens where the loss is exact, and ``loss`` otherwise.
+        """
+        if self._exact and self._targets is not None:
+            return loss * (self._targets * self.trainer.accumulate_grad_batches)
+        return loss
+
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self._exact and self._targets is not None:
-            # The sum over this microbatch's tokens; Lightning has divided its mean by the accumulation steps.
-            loss = loss * (self._targets * self.trainer.accumulate_grad_batches)
-        super().backward(loss, *args, **kwargs)
+        super().backward(self.loss_for_backward(loss), *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -170,7 +180,10 @@ class CausalLM(L.LightningModule):
     def _divide_by_tokens(self) -> None:
         """Turn gradients of sums, averaged over ranks by the strategy, into that of the mean over all tokens."""
         totals = self._step.totals(self._reduce_sum, self.device)
-        scale_gradients(self.parameters(), totals.ranks / max(totals.tokens, 1))
+        factor = totals.ranks / max(totals.tokens, 1)
+        # An engine that keeps gradients to itself scales them where it keeps them.
+        scale = getattr(self.trainer.strategy, "scale_gradients", None)
+        scale_gradients(self.parameters(), factor) if scale is None else scale(factor)
         if not totals.tokens and not self._warned:
             self._warned = True
             rank_zero_warn(

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
@@ -38,8 +40,16 @@ class ZeROPrecision(DeepSpeedPrecision):
 
     @override
     def backward(self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        prepare = getattr(model, "loss_for_backward", None)
+        if prepare is not None:
+            tensor = prepare(tensor)
+        elif is_overridden("backward", model):
+            rank_zero_warn(
+                f"{type(model).__name__}.backward is not called: DeepSpeed runs the backward pass. Change the loss in "
+                "training_step instead."
+            )
         # Lightning has divided the loss by the accumulation steps already; the engine would do it once more.
-        super().backward(tensor, model, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
+        model.trainer.strategy.model.backward(tensor, *args, **{"scale_wrt_gas": False, **kwargs})
 
     @override
     def optimizer_step(
