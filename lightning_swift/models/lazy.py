@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_swift.adapters.dora import magnitudes, row_norms
+from lightning_swift.adapters.initial import initial_adapter_values
+from lightning_swift.adapters.quantise import is_quantised, quantised_weight
 from lightning_swift.errors import ConfigurationError, ModelError
-from lightning_swift.models._adapters import initial_adapter_values
 from lightning_swift.models._folder import FolderTensor, WeightReader, read_config, tensors_of
 from lightning_swift.models._naming import listed, match_names
 
@@ -107,7 +109,9 @@ def lazy_folder(module: nn.Module) -> Path | None:
     return next((Path(getattr(model, _SOURCE).folder) for model in _lazy_models(module)), None)
 
 
-def load_lazy_weights(root: nn.Module, *, device: torch.device | str) -> LoadReport:
+def load_lazy_weights(
+    root: nn.Module, *, device: torch.device | str, place: Callable[[nn.Parameter], None] | None = None
+) -> LoadReport:
     """Give every empty parameter of the lazy models below ``root`` its values, in place.
 
     A ``DTensor`` gets this rank's part and only that part is read; a plain parameter gets the whole tensor. Tied
@@ -118,6 +122,8 @@ def load_lazy_weights(root: nn.Module, *, device: torch.device | str) -> LoadRep
     Args:
         root: Any module that holds models of :func:`lazy_pretrained`, wrapped by peft or not.
         device: Where the parameters are to live.
+        place: Called with each parameter when it has its values and before the next is read; may cast it in place, or
+            cut it up as ZeRO-3 does.
 
     Raises:
         ModelError: A parameter on the meta device has no counterpart in the folder.
@@ -127,7 +133,7 @@ def load_lazy_weights(root: nn.Module, *, device: torch.device | str) -> LoadRep
     for model in _lazy_models(root):
         source: _Source = getattr(model, _SOURCE)
         with WeightReader(Path(source.folder)) as reader:
-            report = _Loader(source, reader, target).load(model)
+            report = _Loader(source, reader, target, place).load(model)
         total = LoadReport(
             total.bytes_read + report.bytes_read, total.tensors + report.tensors, total.unexpected + report.unexpected
         )
@@ -204,8 +210,14 @@ def _take_generation_config(model: Any, folder: Path) -> None:
 class _Loader:
     """Fills the parameters and buffers of one lazy model."""
 
-    def __init__(self, source: _Source, reader: WeightReader, device: torch.device) -> None:
-        self._source, self._reader, self._device = source, reader, device
+    def __init__(
+        self,
+        source: _Source,
+        reader: WeightReader,
+        device: torch.device,
+        place: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
+        self._source, self._reader, self._device, self._place = source, reader, device, place
         self._filled: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._used: set[str] = set()
         self._tensors = 0
@@ -222,15 +234,19 @@ class _Loader:
             # Of two tied names often one only is in the folder, and not always the first.
             if tensor is not None and id(parameter) not in self._filled:
                 self._fill(parameter, self._part_reader(tensor, parameter.dtype))
-        missing = [name for name, (*_, parameter) in empty.items() if id(parameter) not in self._filled]
+        missing = {full: place for full, place in empty.items() if id(place[2]) not in self._filled}
+        self._install(place for full, place in empty.items() if full not in missing)
         if missing:
-            self._initialise(model, {name: empty[name][2] for name in missing})
-        for module, name, parameter in empty.values():
-            module._parameters[name] = self._filled[id(parameter)][1]
+            self._initialise(model, {name: parameter for name, (*_, parameter) in missing.items()})
+            self._install(missing.values())
         self._load_buffers(model)
         known = self._source.tensors.items()
         unexpected = sorted(tensor.name for name, tensor in known if name not in self._used)
         return LoadReport(self._reader.bytes_read, self._tensors, tuple(unexpected))
+
+    def _install(self, places: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        for module, name, parameter in places:
+            module._parameters[name] = self._filled[id(parameter)][1]
 
     def _find(self, name: str) -> FolderTensor | None:
         known = name if name in self._source.tensors else _WRAPPERS.sub("", name)
@@ -239,11 +255,15 @@ class _Loader:
 
     def _fill(self, empty: nn.Parameter, part: Callable[[_Region], Tensor]) -> None:
         values: Tensor
+        if is_quantised(empty):
+            whole = part(((0,) * empty.dim(), tuple(empty.shape)))
+            self._keep(empty, quantised_weight(empty, whole))
+            return
         if isinstance(empty, DTensor):
             # What torch's own checkpoints save of this parameter on this rank; also right for strided shards.
             (chunk,) = empty.__create_chunk_list__()
             values = DTensor.from_local(
-                part((tuple(chunk.offsets), tuple(chunk.sizes))),
+                part((tuple(chunk.offsets), tuple(chunk.sizes))).to(empty.dtype),
                 empty.device_mesh,
                 empty.placements,
                 run_check=False,
@@ -251,8 +271,13 @@ class _Loader:
                 stride=empty.stride(),
             )
         else:
-            values = part(((0,) * empty.dim(), tuple(empty.shape)))
-        self._filled[id(empty)] = (empty, nn.Parameter(values, requires_grad=empty.requires_grad))
+            values = part(((0,) * empty.dim(), tuple(empty.shape))).to(empty.dtype)
+        self._keep(empty, nn.Parameter(values, requires_grad=empty.requires_grad))
+
+    def _keep(self, empty: nn.Parameter, filled: nn.Parameter) -> None:
+        if self._place is not None:
+            self._place(filled)
+        self._filled[id(empty)] = (empty, filled)
 
     def _part_reader(self, tensor: FolderTensor, dtype: torch.dtype) -> Callable[[_Region], Tensor]:
         def read(region: _Region) -> Tensor:
@@ -267,6 +292,9 @@ class _Loader:
         for name, value in initial_adapter_values(model):
             if name in missing:
                 self._fill(missing.pop(name), self._part_of(value))
+        for name, layer, transposed in magnitudes(model):
+            if name in missing:
+                self._fill(missing.pop(name), self._norms(model.get_submodule(layer), layer, transposed=transposed))
         if missing:
             raise ModelError(
                 f"{listed(list(missing))} are empty and have no weights in the folder.",
@@ -280,6 +308,23 @@ class _Loader:
             return part.to(device=self._device, copy=True).contiguous()
 
         return cut
+
+    def _norms(self, layer: Any, name: str, *, transposed: bool) -> Callable[[_Region], Tensor]:
+        """Reads the magnitudes of a region: norms of the same rows of the base weight, whole whatever is held of it."""
+        weight = layer.get_base_layer().weight
+
+        def read(region: _Region) -> Tensor:
+            ((first,), (count,)) = region
+            if is_quantised(weight):
+                rows = layer.get_base_layer().dequantize()[first : first + count]
+            else:
+                (tensor, whole) = self._find(f"{name}.weight"), tuple(getattr(weight, "ds_shape", weight.shape))
+                assert tensor is not None
+                part = ((0, first), (whole[0], count)) if transposed else ((first, 0), (count, whole[1]))
+                rows = self._part_reader(tensor, weight.dtype)(part)
+            return row_norms(rows, transposed=transposed).float()
+
+        return read
 
     def _load_buffers(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():

@@ -17,16 +17,18 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from typing_extensions import override
 
+from lightning_swift.adapters.optimizers import keep_trainable
 from lightning_swift.errors import ModelError
 from lightning_swift.models.lazy import is_lazy, load_lazy_weights
 from lightning_swift.parallel.agreement import copy_from_first_rank, copy_state_buffers
 from lightning_swift.parallel.apply import choose_blocks, compile_blocks
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import cast_parameters, check_masters
-from lightning_swift.parallel.gradients import total_norm
+from lightning_swift.parallel.gradients import gradient_norm
 from lightning_swift.parallel.memory import return_freed_memory
 from lightning_swift.parallel.mesh import MeshSizes, build_mesh, data_parallel_rank
 from lightning_swift.parallel.sharding import device_of_shards, reshard, shard, sharded_roots
+from lightning_swift.strategies._adapters import add_adapters
 from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 from lightning_swift.strategies._mesh_setup import evaluate_under_no_grad, move_the_rest, refuse_empty
 from lightning_swift.strategies._options import MeshOptions
@@ -102,7 +104,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
         For ``on_before_optimizer_step``, where Lightning's own ``grad_norm`` knows no sharded gradients.
         """
         assert self.lightning_module is not None
-        return total_norm((p.grad for p in self.lightning_module.parameters() if p.grad is not None), norm_type)
+        return gradient_norm(self.lightning_module.parameters(), norm_type, others=self._precision.other_stages)
 
     @override
     def set_world_ranks(self) -> None:
@@ -140,6 +142,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
         self._split_into_stages(module)
+        self._add_adapters(module)
         self._report_casts(cast_parameters(module, self.options.policy))
         copy_from_first_rank(module, self.device_mesh, self.root_device)
         self._split_tensors(module)
@@ -152,8 +155,18 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
             load_lazy_weights(module, device=device_of_shards(self.root_device, self.options.sharding))
         self._finish(module, len(blocks))
 
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            keep_trainable(optimizer, [config.scheduler for config in self.lr_scheduler_configs])
+
     def _split_into_stages(self, module: pl.LightningModule) -> None:
         """Leave this rank its stages of the pipeline. Without one there is nothing to do."""
+
+    def _add_adapters(self, module: nn.Module) -> None:
+        """Put adapters into the Hugging Face model below ``module``."""
+        add_adapters(module, self.options.adapters, self.options.policy, type(self).__name__)
 
     def _split_tensors(self, module: pl.LightningModule) -> None:
         """Cut layers over the tensor-parallel ranks. Without such ranks there is nothing to do."""
@@ -212,6 +225,11 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
         reshard(self.lightning_module)
         return output
 
+    @property
+    def _what_is_applied(self) -> tuple[object, ...]:
+        """What a module that was set up keeps for good."""
+        return self.options.sharding, self.mesh_sizes
+
     def _is_applied(self, module: pl.LightningModule) -> bool:
         applied = module.__dict__.get(_APPLIED)
         if applied is None and sharded_roots(module):
@@ -220,7 +238,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
                 where=type(module).__name__,
                 fix=f"Build the plain model in configure_model; {type(self).__name__} shards it.",
             )
-        current = (self.options.sharding, self.mesh_sizes)
+        current = self._what_is_applied
         if applied is not None and applied != current:
             raise ModelError(
                 f"the model was set up with {applied} and cannot be set up again with {current}.",
@@ -238,7 +256,7 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
 
     def _finish(self, module: pl.LightningModule, blocks: int) -> None:
         refuse_empty(module)
-        setattr(module, _APPLIED, (self.options.sharding, self.mesh_sizes))
+        setattr(module, _APPLIED, self._what_is_applied)
         move_the_rest(module, self.root_device)
         if not blocks:
             rank_zero_warn(

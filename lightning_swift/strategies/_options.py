@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_swift.adapters.settings import AdapterSettings, LoraSettings, Quantization
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.apply import check_backend
 from lightning_swift.parallel.dtypes import PrecisionName, PrecisionPolicy, ReduceName
@@ -34,6 +35,8 @@ class MeshOptions:
     block_classes: tuple[str, ...] | None = None
     process_group_backend: str | None = None
     timeout: float = 1800.0
+    lora: LoraSettings | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # checks the precision and the reduction against each other
@@ -52,11 +55,24 @@ class MeshOptions:
             )
         if not self.timeout > 0:
             raise ConfigurationError(f"timeout={self.timeout!r} must be a positive number of seconds.", where="options")
+        self.adapters  # noqa: B018  # checks them against each other
+        if self.quantization is not None:
+            raise ConfigurationError(
+                f"quantization={self.quantization!r} and data_parallel_shard do not go together yet: packed weights "
+                "cannot be cut over ranks.",
+                where="quantization and data_parallel_shard",
+                fix="Use lora without quantization here, or DDPBF16Strategy or ZeRO3QLoRAStrategy with both.",
+            )
 
     @property
     def policy(self) -> PrecisionPolicy:
         """The dtypes of the precision."""
         return PrecisionPolicy(self.precision, self.reduce_dtype)
+
+    @property
+    def adapters(self) -> AdapterSettings:
+        """What is put into the model."""
+        return AdapterSettings(self.lora, self.quantization)
 
     @property
     def sharding(self) -> ShardingSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_swift.adapters.settings import LoraSettings, Quantization
 from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory
 from lightning_swift.parallel.mesh import AxisSize
@@ -40,6 +41,10 @@ class FSDPBF16Strategy(MeshStrategy):
             found automatically are not the right ones.
         process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
         timeout: Seconds after which a collective that not all ranks have joined is an error.
+        lora: Adapters to put into the Hugging Face model of the module; nothing else is trained then, and the frozen
+            weights are kept in the dtype of the computation. None for none; adapters that ``configure_model`` has
+            made with peft are trained as they are.
+        quantization: Not yet together with sharding; here so that it is refused with a reason.
 
     Raises:
         ConfigurationError: A value that is not allowed, or options that contradict each other, the Trainer's
@@ -61,6 +66,8 @@ class FSDPBF16Strategy(MeshStrategy):
         block_classes: list[str] | None = None,
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
+        lora: LoraSettings | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__(
             MeshOptions(
@@ -76,5 +83,7 @@ class FSDPBF16Strategy(MeshStrategy):
                 block_classes=None if block_classes is None else tuple(block_classes),
                 process_group_backend=process_group_backend,
                 timeout=timeout,
+                lora=lora,
+                quantization=quantization,
             )
         )

@@ -279,13 +279,27 @@ def test_adapters_do_not_depend_on_the_state_of_the_generator(folder: Path) -> N
     assert len({p.sum().item() for p in drawn[0].values()}) == len(drawn[0])
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "orthogonal"}])
-def test_adapters_that_need_the_weights_are_refused(folder: Path, options: dict[str, Any]) -> None:
+def test_adapters_that_need_the_weights_are_refused(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(lazy_pretrained(folder), LoraConfig(target_modules="all-linear", r=2, **options))
+    config = LoraConfig(target_modules="all-linear", r=2, init_lora_weights="orthogonal")
+    model = get_peft_model(lazy_pretrained(folder), config)
     with pytest.raises(ModelError, match="from_pretrained"):
         load_lazy_weights(model, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_magnitudes_of_dora_come_from_the_weights(tmp_path: Path, kind: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    folder = save_tiny_model(tmp_path, kind, layers=2)
+    config = LoraConfig(target_modules="all-linear", r=2, use_dora=True, fan_in_fan_out=kind == "gpt2")
+    model = get_peft_model(lazy_pretrained(folder), copy.deepcopy(config))
+    load_lazy_weights(model, device="cpu")
+    expected = dict(get_peft_model(reference(folder), config).named_parameters())
+    compared = {name: p for name, p in model.named_parameters() if "magnitude" in name}
+    assert compared
+    assert all(torch.equal(p, expected[name]) and p.requires_grad for name, p in compared.items())
 
 
 def test_an_adapter_left_empty_is_refused(folder: Path) -> None:

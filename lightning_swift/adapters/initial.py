@@ -1,4 +1,8 @@
-"""First values for LoRA adapters that peft put on the meta device because the weights beside them lie there."""
+"""First values of LoRA adapters, the same on every rank, in every strategy and for weights read early or late.
+
+peft draws them from the global generator when it makes the layers, so that they would depend on whatever was drawn
+before; and it leaves them empty where the weights beside them lie on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,19 @@ from torch import Tensor, nn
 
 from lightning_swift.errors import ModelError
 
-__all__ = ["initial_adapter_values"]
+__all__ = ["initial_adapter_values", "initialise_adapters"]
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 def initial_adapter_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole values of the empty LoRA parameters below ``model``, initialised by peft's own method.
+    """Names and whole float32 values of the LoRA matrices below ``model``, initialised by peft's own method.
 
     The values depend on the layer's name and on the seed of ``seed_everything`` only, so that all ranks and all
     ways of sharding get the same ones, one layer at a time.
+
+    Args:
+        model: The Hugging Face model inside its peft wrapper: names are relative to it.
 
     Raises:
         ModelError: The adapter's initialisation needs the weights that have not been read (PiSSA, OLoRA, ...).
@@ -32,6 +39,15 @@ def initial_adapter_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if hasattr(layer, "reset_lora_parameters"):
             for name, value in _values(layer, prefix, settings):
                 yield f"{prefix}.{name}", value
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module) -> None:
+    """Give the LoRA matrices below ``model`` their first values, except those on the meta device."""
+    parameters = dict(model.named_parameters())
+    for name, value in initial_adapter_values(model):
+        if not parameters[name].is_meta:
+            parameters[name].copy_(value)
 
 
 def _values(layer: Any, prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +84,8 @@ def _materialised(container: Any) -> Any:
 
 
 def _real(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
+    # Drawn in float32 whatever they are kept in: numbers drawn in bfloat16 are others.
+    return nn.Parameter(torch.zeros(parameter.shape))
 
 
 def _initialisation(settings: Any, prefix: str) -> bool | str:
