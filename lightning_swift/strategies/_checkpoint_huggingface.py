@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_swift.checkpoint.layout import HUGGINGFACE
 
-__all__ = ["HuggingFaceModel", "find_model", "tokenizer_of"]
+__all__ = ["HuggingFaceModel", "adapter_configs", "find_model", "tokenizer_of"]
 
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -83,7 +83,7 @@ def find_model(module: nn.Module) -> HuggingFaceModel | None:
     wrapped = _peft_model_around(module, path)
     if wrapped is None:
         return HuggingFaceModel(path, model, None)
-    return HuggingFaceModel(wrapped[0], model, _adapter_configs(wrapped[1]))
+    return HuggingFaceModel(wrapped[0], model, adapter_configs(wrapped[1]))
 
 
 def tokenizer_of(module: nn.Module) -> Any:
@@ -119,7 +119,8 @@ def _peft_model_around(module: nn.Module, path: str) -> tuple[str, Any] | None:
     return models[0] if models else None
 
 
-def _adapter_configs(model: Any) -> dict[str, Any]:
+def adapter_configs(model: Any) -> dict[str, Any]:
+    """The configs of a peft model by adapter name, as plain JSON."""
     configs = {name: config.to_dict() for name, config in model.peft_config.items()}
     # peft keeps sets and enums of strings in its configs; JSON has neither.
     plain: dict[str, Any] = json.loads(json.dumps(configs, default=_jsonable))
