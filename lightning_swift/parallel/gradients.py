@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_swift.errors import ModelError
 
-__all__ = ["OtherStages", "clip_by_norm", "clip_by_value", "total_norm"]
+__all__ = ["OtherStages", "clip_by_norm", "clip_by_value", "gradient_norm", "total_norm"]
 
 # What torch.nn.utils.clip_grad_norm_ adds to the norm before dividing.
 _EPSILON = 1e-6
@@ -60,6 +60,15 @@ def total_norm(gradients: Iterable[Tensor], norm_type: float = 2.0, *, others: O
     return norm if others is None else _sum_over(norm.to(others.device), [others.group], norm_type)
 
 
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], norm_type: float = 2.0, *, others: OtherStages | None = None
+) -> Tensor:
+    """:func:`total_norm` of the gradients of ``parameters``, each weight counted once."""
+    copies = frozenset[nn.Parameter]() if others is None else others.copies
+    gradients = (p.grad for p in parameters if p.grad is not None and p not in copies)
+    return total_norm(gradients, norm_type, others=others)
+
+
 @torch.no_grad()
 def clip_by_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, others: OtherStages | None = None
@@ -68,9 +77,8 @@ def clip_by_norm(
 
     As in torch, a norm that is not finite scales the gradients by it, so that the fault shows in the next loss.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    copies = frozenset[nn.Parameter]() if others is None else others.copies
-    norm = total_norm((p.grad for p in parameters if p.grad is not None and p not in copies), norm_type, others=others)
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, norm_type, others=others)
     gradients = [p.grad for p in parameters if p.grad is not None]
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     for gradient in gradients:
