@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from lightning_swift._registration import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_swift.adapters.settings import LoraSettings
     from lightning_swift.data.chat import ChatDataModule
     from lightning_swift.errors import SwiftError
     from lightning_swift.models.causal_lm import CausalLM
     from lightning_swift.models.lazy import lazy_pretrained
     from lightning_swift.strategies.ddp import DDPBF16Strategy
     from lightning_swift.strategies.fsdp import FSDPBF16Strategy
+    from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
     from lightning_swift.strategies.zero import ZeROStrategy
 
 __version__ = "0.1.0"
@@ -27,7 +29,9 @@ __all__ = [
     "ChatDataModule",
     "DDPBF16Strategy",
     "FSDPBF16Strategy",
+    "LoraSettings",
     "SwiftError",
+    "TensorPipelineStrategy",
     "ZeROStrategy",
     "lazy_pretrained",
 ]
@@ -37,7 +41,9 @@ _HOME = {
     "ChatDataModule": "data.chat",
     "DDPBF16Strategy": "strategies.ddp",
     "FSDPBF16Strategy": "strategies.fsdp",
+    "LoraSettings": "adapters.settings",
     "SwiftError": "errors",
+    "TensorPipelineStrategy": "strategies.tensor_pipeline",
     "ZeROStrategy": "strategies.zero",
     "lazy_pretrained": "models.lazy",
 }
