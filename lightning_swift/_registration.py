@@ -32,6 +32,11 @@ _NAMES: dict[str, tuple[str, str, str]] = {
         "FSDPBF16Strategy",
         "FSDP2 with BF16 compute and FP32 master weights, moments and reductions",
     ),
+    "swift_tp_pp": (
+        "lightning_swift.strategies.tensor_pipeline",
+        "TensorPipelineStrategy",
+        "Tensor and pipeline parallelism with BF16 compute, FSDP2 on the ranks that are left",
+    ),
     "swift_zero1": (
         "lightning_swift.strategies.zero",
         "ZeROStrategy",

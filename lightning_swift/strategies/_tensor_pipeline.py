@@ -1,0 +1,216 @@
+"""The mesh engine with stages and tensor-parallel layers: what ``TensorPipelineStrategy`` is a preset of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
+from typing_extensions import override
+
+from lightning_swift.errors import ConfigurationError
+from lightning_swift.parallel.gradients import OtherStages
+from lightning_swift.parallel.mesh import MeshAxis, data_parallel_rank
+from lightning_swift.parallel.pipeline import PipelinedModel
+from lightning_swift.parallel.sharding import shard
+from lightning_swift.parallel.tensor import (
+    TensorParallelReport,
+    apply_tensor_parallel,
+    partial_parameters,
+    sum_partial_gradients,
+)
+from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel
+from lightning_swift.strategies._failures import FailureWatch
+from lightning_swift.strategies._mesh import MeshStrategy
+from lightning_swift.strategies._tensor_pipeline_batch import refuse_different_batches, share_randomness
+from lightning_swift.strategies._tensor_pipeline_model import (
+    Pipeline,
+    copies_of_tied_weights,
+    plan_pipeline,
+    put_pipeline,
+    saved_model,
+)
+from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions
+from lightning_swift.strategies._tensor_pipeline_report import startup_table
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["TensorPipelineEngine"]
+
+# Under this name the LightningModule remembers how its model is dealt out.
+_PIPELINE = "_lightning_swift_pipeline"
+
+
+class TensorPipelineEngine(MeshStrategy):
+    """Adds the pipeline and tensor-parallel axes to the mesh engine.
+
+    Args:
+        options: What the preset asks for.
+    """
+
+    options: TensorPipelineOptions
+
+    def __init__(self, options: TensorPipelineOptions) -> None:
+        super().__init__(options)
+        self._reports: list[TensorParallelReport] = []
+        self._watch: FailureWatch | None = None
+        self._compared: set[str] = set()
+        self._seed = 0
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._watch = FailureWatch(self._label)
+        # Of the first rank, since processes that are not seeded differ.
+        self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) % 2**62)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._compared.clear()
+        super().setup(trainer)
+        pipelined = self._pipelined_model
+        self._precision.other_stages = OtherStages(
+            self.device_mesh.get_group(MeshAxis.PP),
+            self.root_device,
+            frozenset(copies_of_tied_weights(pipelined, self._dealt)),
+        )
+        if trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(startup_table(self._dealt))
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._shares_batches:
+            share_randomness(dataloader, seed=self._seed, share=data_parallel_rank(self.device_mesh))
+        return super().process_dataloader(dataloader)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._step("training", args):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._step("validation", args):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._step("test", args):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._step("prediction", args):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._watch is not None:
+            self._watch.report(exception)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        super().teardown()
+
+    @override
+    def _split_into_stages(self, module: pl.LightningModule) -> None:
+        self._refuse_recomputed_kernels(module)
+        pipeline = plan_pipeline(module, self.mesh_sizes, self.options)
+        put_pipeline(module, pipeline, self.device_mesh, self.options)
+        setattr(module, _PIPELINE, pipeline)
+
+    @override
+    def _add_adapters(self, module: nn.Module) -> None:
+        for stage in self._pipelined_model.stages:
+            super()._add_adapters(stage)
+
+    @override
+    def _split_tensors(self, module: pl.LightningModule) -> None:
+        if self.mesh_sizes.tp == 1:
+            return
+        tensor_mesh = self.device_mesh[MeshAxis.TP]
+        self._reports = [
+            apply_tensor_parallel(stage.model, tensor_mesh, self.options.tensor, first=stage.first, last=stage.last)
+            for stage in self._pipelined_model.stages
+        ]
+
+    @override
+    def _shard(self, module: pl.LightningModule, blocks: list[tuple[str, nn.Module]]) -> None:
+        # Each stage is a root of its own: torch's schedules know when the last microbatch of one has run.
+        shard(self._pipelined_model, self.device_mesh, self.options.sharding, blocks)
+
+    @override
+    def _finish(self, module: pl.LightningModule, blocks: int) -> None:
+        pipelined = self._pipelined_model
+        partial = set[nn.Parameter]()
+        for stage, report in zip(pipelined.stages, self._reports, strict=False):
+            partial |= partial_parameters(stage.model, report)
+        if partial:
+            group = self.device_mesh.get_group(MeshAxis.TP)
+            pipelined.gradient_fixes.append(lambda pairs: sum_partial_gradients(pairs, partial, group))
+        super()._finish(module, blocks)
+
+    @override
+    def _saved_name(self, name: str) -> str:
+        return self._dealt.saved_name(name)
+
+    @override
+    def _saved_model(self) -> HuggingFaceModel | None:
+        return saved_model(self._module, self._dealt)
+
+    @property
+    @override
+    def _what_is_applied(self) -> tuple[object, ...]:
+        return (*super()._what_is_applied, self.options.tensor, self.options.scheduled(self.mesh_sizes))
+
+    @property
+    def _dealt(self) -> Pipeline:
+        pipeline: Pipeline = self._module.__dict__[_PIPELINE]
+        return pipeline
+
+    @property
+    def _pipelined_model(self) -> PipelinedModel:
+        found = self._module.get_submodule(self._dealt.path)
+        assert isinstance(found, PipelinedModel)
+        return found
+
+    @property
+    def _shares_batches(self) -> bool:
+        return self.mesh_sizes.data_parallel < self.world_size
+
+    @property
+    def _label(self) -> str:
+        place = self.device_mesh.get_local_rank(MeshAxis.PP)
+        return f"rank {self.global_rank} (pipeline rank {place})"
+
+    @contextmanager
+    def _step(self, kind: str, arguments: tuple[Any, ...]) -> Generator[None]:
+        """Report what a step raises, and compare the first batch of its kind."""
+        assert self._watch is not None
+        with self._watch:
+            if self.options.check_batches and self._shares_batches and kind not in self._compared:
+                self._compared.add(kind)
+                refuse_different_batches(arguments[0], self.device_mesh, self.root_device)
+            yield
+
+    def _refuse_recomputed_kernels(self, module: nn.Module) -> None:
+        checkpointed = self.activation_checkpointing is not None or any(
+            getattr(part, "gradient_checkpointing", False) for part in module.modules()
+        )
+        if self.options.compile and checkpointed and self.mesh_sizes.tp > 1:
+            raise ConfigurationError(
+                f"compile={self.options.compile!r}, activation checkpointing and tensor_parallel_size="
+                f"{self.mesh_sizes.tp} do not go together: torch cannot compile the recomputation of cut layers.",
+                where="compile",
+                fix="Leave one of the three out.",
+            )

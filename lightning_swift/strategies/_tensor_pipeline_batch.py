@@ -1,0 +1,92 @@
+"""Sees to it that all ranks of one model-parallel group work on the same samples, and refuses when they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, RandomSampler
+
+from lightning_swift.errors import DataError
+from lightning_swift.parallel.mesh import MeshAxis
+
+__all__ = ["refuse_different_batches", "share_randomness"]
+
+
+def refuse_different_batches(batch: object, mesh: DeviceMesh, device: torch.device) -> None:
+    """Compare the batch of every rank with those of the ranks that should have the same. All ranks call it.
+
+    Raises:
+        DataError: On all ranks, if it differs within any model-parallel group.
+    """
+    mine = torch.tensor([_fingerprint(batch)], device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    names = [axis.value for axis in MeshAxis]
+    order = [names.index(axis) for axis in (MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD, MeshAxis.PP, MeshAxis.TP)]
+    # One row for each share of the data, of the ranks that should have it.
+    ranks = mesh.mesh.permute(order).flatten(2).flatten(0, 1)
+    values = torch.cat(gathered).cpu()[ranks]
+    differing = (values != values[:, :1]).any(dim=1)
+    if differing.any():
+        groups = ", ".join(str(group) for group in ranks[differing].tolist()[:4])
+        raise DataError(
+            f"ranks of one model-parallel group got different batches: ranks {groups}.",
+            where="first batch",
+            fix="Leave the sampler to the Trainer, or use trainer.distributed_sampler_kwargs (num_replicas and rank of "
+            "the data-parallel ranks) in a sampler or iterable data set of your own, and draw random numbers from a "
+            "generator that is seeded alike on these ranks.",
+        )
+
+
+def share_randomness(loader: object, *, seed: int, share: int) -> None:
+    """Have the ranks of one share of the data shuffle and augment alike, with and without worker processes.
+
+    Lightning seeds workers by the global rank, and torch from the process's own generator, which dropout and the like
+    move differently on different stages.
+
+    Args:
+        loader: A loader as the user made it; what its owner has decided is left alone.
+        seed: The same on all ranks.
+        share: Index of the share of the data.
+    """
+    if not isinstance(loader, DataLoader):
+        return
+    if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=share)
+    if loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(seed + share)
+    if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
+        loader.sampler.generator = torch.Generator().manual_seed(seed + share)
+
+
+def _fingerprint(batch: object) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    _add(digest, batch)
+    return int.from_bytes(digest.digest(), signed=True)
+
+
+def _add(digest: Any, value: object) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            digest.update(str(key).encode())
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _add(digest, item)
+    elif is_dataclass(value):
+        _add(digest, vars(value))
+    elif isinstance(value, str | bytes | bool | int | float | None):
+        digest.update(repr(value).encode())

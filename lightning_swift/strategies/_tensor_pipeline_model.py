@@ -1,0 +1,187 @@
+"""Replaces the causal language model of a LightningModule by this rank's stages of it, under the same names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_swift.errors import ModelError
+from lightning_swift.parallel.anatomy import Anatomy, probe
+from lightning_swift.parallel.mesh import MeshAxis, MeshSizes
+from lightning_swift.parallel.pipeline import PipelinedModel
+from lightning_swift.parallel.schedule import ScheduleSettings
+from lightning_swift.parallel.stages import balance, cut, stage_shares
+from lightning_swift.parallel.tensor import check_tensor_parallel, tensor_parallel_context
+from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, adapter_configs
+from lightning_swift.strategies._checkpoint_state import clean
+from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions, load_loss
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["Pipeline", "copies_of_tied_weights", "plan_pipeline", "put_pipeline", "saved_model"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a model is dealt out; the same on all ranks.
+
+    Args:
+        path: Attribute path of the ``PreTrainedModel`` in the LightningModule, and then of what takes its place.
+        anatomy: Its parts.
+        schedule: Order of the microbatches.
+        sizes: The mesh.
+        bounds: First layer and the one after the last of each stage, first stage first.
+        shares: Share of each stage in the estimated cost of the model.
+        parameters: Number of parameters of each stage.
+        tied: Whether embedding and head are one weight, which both ends of the pipeline then hold.
+    """
+
+    path: str
+    anatomy: Anatomy
+    schedule: ScheduleSettings
+    sizes: MeshSizes
+    bounds: tuple[tuple[int, int], ...]
+    shares: tuple[float, ...]
+    parameters: tuple[int, ...]
+    tied: bool
+
+    def saved_name(self, name: str) -> str:
+        """The name in the whole model of what this rank's module knows as ``name``."""
+        return re.sub(rf"^{re.escape(self.path)}\.stages\.\d+\.model\.", f"{self.path}.", clean(name))
+
+
+def plan_pipeline(module: pl.LightningModule, sizes: MeshSizes, options: TensorPipelineOptions) -> Pipeline:
+    """Decide how the model of ``module`` is dealt out. Changes nothing and communicates nothing.
+
+    Raises:
+        ModelError: The module has no causal language model, several, or trains something besides; the model cannot
+            be split into so many stages or cut over so many ranks.
+    """
+    path, model = _find_causal_lm(module)
+    _refuse_other_parameters(module, path)
+    if sizes.tp > 1:
+        check_tensor_parallel(model, sizes.tp, options.tensor)
+    anatomy = probe(model)
+    schedule = options.scheduled(sizes)
+    bounds = balance(model, anatomy, schedule.n_stages(sizes.pp), options.stage_balance)
+    shares = stage_shares(model, anatomy, bounds)
+    return Pipeline(
+        path,
+        anatomy,
+        schedule,
+        sizes,
+        tuple(bounds),
+        tuple(shares),
+        _parameters(model, anatomy, bounds),
+        _is_tied(model),
+    )
+
+
+def put_pipeline(
+    module: pl.LightningModule, pipeline: Pipeline, mesh: DeviceMesh, options: TensorPipelineOptions
+) -> PipelinedModel:
+    """Put this rank's stages in the place of the model."""
+    owner, name = _owner(module, pipeline.path)
+    model = getattr(owner, name)
+    axis = mesh[MeshAxis.PP]
+    numbers = pipeline.schedule.stage_ids(axis.get_local_rank(), axis.size())
+    training = model.training
+    pipelined = PipelinedModel(
+        cut(model, pipeline.anatomy, pipeline.bounds, numbers),
+        group=axis.get_group(),
+        schedule=pipeline.schedule,
+        length_multiple=pipeline.sizes.tp if options.sequence_parallel else 1,
+        activation_dtype=options.policy.compute_dtype,
+        step_context=lambda: tensor_parallel_context(options.tensor),
+        loss_fn=load_loss(options.loss_fn),
+        gather_logits=options.gather_logits,
+    )
+    pipelined.train(training)
+    setattr(owner, name, pipelined)
+    return pipelined
+
+
+def copies_of_tied_weights(pipelined: PipelinedModel, pipeline: Pipeline) -> frozenset[nn.Parameter]:
+    """The parameters of this rank of which the first stage holds the original."""
+    if not pipeline.tied or len(pipeline.bounds) == 1:
+        return frozenset()
+    return frozenset(stage.pretrained.get_input_embeddings().weight for stage in pipelined.stages if stage.last)
+
+
+def saved_model(module: nn.Module, pipeline: Pipeline) -> HuggingFaceModel:
+    """The Hugging Face model with the config that is saved, and its path in the whole module."""
+    stage = module.get_submodule(pipeline.path).stages[0]
+    wrapper, path = stage.model, pipeline.path
+    if wrapper is stage.pretrained:
+        wrapper, path = _wrapper_around(module, pipeline.path)
+    adapters = adapter_configs(wrapper) if hasattr(wrapper, "peft_config") else None
+    return HuggingFaceModel(path, stage.pretrained, adapters)
+
+
+def _wrapper_around(module: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+    """The outermost peft wrapper above ``path``, which the user has made, and its path."""
+    names = path.split(".")
+    for length in range(1, len(names)):
+        outer = module.get_submodule(".".join(names[:length]))
+        if hasattr(outer, "get_base_model"):
+            return outer, ".".join(names[:length])
+    return None, path
+
+
+def _parameters(model: Any, anatomy: Anatomy, bounds: list[tuple[int, int]]) -> tuple[int, ...]:
+    counts = [sum(p.numel() for p in layer.parameters()) for layer in model.get_submodule(anatomy.layers)]
+    for place, names in ((0, anatomy.before), (-1, anatomy.after)):
+        counts[place] += sum(p.numel() for name in names for p in model.get_submodule(name).parameters())
+    return tuple(sum(counts[start:end]) for start, end in bounds)
+
+
+def _is_tied(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _find_causal_lm(module: pl.LightningModule) -> tuple[str, Any]:
+    found = _pretrained(module)
+    heads = [(path, model) for path, model in found if model.get_output_embeddings() is not None]
+    if len(found) != 1 or len(heads) != 1:
+        what = f"{len(found)} Hugging Face models" if found else "no Hugging Face model"
+        raise ModelError(
+            f"the LightningModule holds {what}, {len(heads)} of them with a language model head.",
+            where=type(module).__name__,
+            fix="Tensor and pipeline parallelism train one causal language model of transformers, built in "
+            "configure_model or __init__; FSDPBF16Strategy takes any module.",
+        )
+    return heads[0]
+
+
+def _pretrained(module: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
+    """The outermost models of transformers below ``module``, also those inside peft's wrapper, with their paths."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    found: list[tuple[str, Any]] = []
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        found += [(path, child)] if isinstance(child, PreTrainedModel) else _pretrained(child, f"{path}.")
+    return found
+
+
+def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    outer, _, name = path.rpartition(".")
+    return module.get_submodule(outer), name
+
+
+def _refuse_other_parameters(module: nn.Module, path: str) -> None:
+    others = [name for name, p in module.named_parameters() if not name.startswith(f"{path}.") and p.requires_grad]
+    if others:
+        raise ModelError(
+            f"{', '.join(others[:3])} would train beside the language model, whose loss alone is differentiated.",
+            where=type(module).__name__,
+            fix="Freeze or remove them, or use FSDPBF16Strategy.",
+        )

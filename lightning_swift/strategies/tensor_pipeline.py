@@ -1,0 +1,140 @@
+"""Tensor, sequence and pipeline parallelism with FSDP2 or HSDP on what is left, for unmodified LightningModules."""
+
+from __future__ import annotations
+
+from lightning_swift.adapters.settings import LoraSettings, Quantization
+from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
+from lightning_swift.parallel.memory import ReturnMemory
+from lightning_swift.parallel.mesh import AxisSize
+from lightning_swift.parallel.schedule import ScheduleName
+from lightning_swift.parallel.sharding import Reshard
+from lightning_swift.strategies._tensor_pipeline import TensorPipelineEngine
+from lightning_swift.strategies._tensor_pipeline_options import (
+    LossFunction,
+    Microbatches,
+    StageBalance,
+    TensorPipelineOptions,
+)
+
+__all__ = ["TensorPipelineStrategy"]
+
+
+class TensorPipelineStrategy(TensorPipelineEngine):
+    """Trains a Hugging Face causal language model cut into stages of layers, each layer cut over several ranks.
+
+    The LightningModule holds one such model and nothing else that trains. Its steps call ``self.model(**batch)`` with
+    ``labels`` in the batch and depend on the model through ``out.loss`` alone: the forward and backward passes of all
+    stages run inside that call, and the backward pass of the loss hands the gradients out. Every rank sees the loss.
+    ``out.logits`` raises an error in training; see ``gather_logits`` for evaluation.
+
+    Ranks of one model-parallel group get the same batches: ``trainer.distributed_sampler_kwargs`` counts data-parallel
+    ranks. Ranks next to each other are tensor-parallel, those farthest apart are stages.
+
+    Also by name: ``Trainer(strategy="swift_tp_pp")``, which means BF16.
+
+    Args:
+        precision: As for :class:`FSDPBF16Strategy`.
+        tensor_parallel_size: Number of ranks that each layer is cut over; must divide the key/value heads. They talk
+            in every layer, so they should be those of one machine. ``"auto"``: what the other sizes leave, or the
+            ranks of one machine if ``data_parallel_shard`` is ``"auto"`` too.
+        pipeline_parallel_size: Number of ranks that the layers are dealt out to. ``"auto"``: what the other sizes
+            leave, or the number of machines if another size is ``"auto"`` too.
+        sequence_parallel: Also cut the activations between the blocks, along the sequence, over the tensor-parallel
+            ranks: less memory for the same traffic.
+        loss_parallel: Keep the logits cut along the vocabulary while the loss is computed.
+        tp_plan: How modules are cut that the model's published plan does not name, or names otherwise: pattern of
+            names (``"model.layers.*.mlp.gate"``) to style (``"colwise"``, ``"rowwise"``, ...).
+        schedule: Order of the microbatches in the pipeline. ``"1F1B"`` needs least memory; ``"Interleaved1F1B"`` and
+            ``"InterleavedZeroBubble"`` give each rank several stages to wait less; ``"ZBVZeroBubble"`` and
+            ``"DualPipeV"`` lay two stages per rank along a V.
+        microbatches: Number of parts that each batch is cut into; a batch with fewer rows is padded, which costs
+            time. ``"auto"``: four for each pipeline rank.
+        virtual_stages: Stages per rank, for interleaved schedules; two if left out.
+        stage_balance: Number of layers of each stage, first stage first; ``"auto"`` balances their cost, embedding
+            and head included.
+        loss_fn: A loss of logits ``[rows, length, vocabulary]`` and labels ``[rows, length]`` to use in place of the
+            model's own, as a function or the path of one (``"package.module.function"``). Called with one microbatch
+            on the last stage; the loss of a batch is the mean over its microbatches.
+        gather_logits: Give ``out.logits`` on every rank in validation, test and prediction. Costs a message of the
+            size of the logits for each batch.
+        data_parallel_shard: Number of ranks that parameters, gradients and optimizer state of each stage are sharded
+            over; ``"auto"`` for all that the other sizes leave.
+        data_parallel_replicate: Number of copies of that (hybrid sharding).
+        reduce_dtype: As for :class:`FSDPBF16Strategy`.
+        cpu_offload: As for :class:`FSDPBF16Strategy`.
+        reshard_after_forward: Free gathered parameters after each microbatch's pass through a layer, and gather them
+            again for the next; ``"auto"`` keeps them for the whole step.
+        return_freed_memory: As for :class:`FSDPBF16Strategy`.
+        compile: Backend for ``torch.compile`` of each block, or None. Not with tensor parallelism and activation
+            checkpointing together, which torch 2.13 cannot compile.
+        check_batches: Compare the first batch of each kind over the ranks of each model-parallel group, and refuse
+            to train on different ones.
+        process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
+        timeout: Seconds after which a collective that not all ranks have joined is an error. A rank that raises ends
+            the others within half a minute.
+        lora: As for :class:`FSDPBF16Strategy`; each stage gets the adapters of its own layers.
+        quantization: Not yet together with sharding; here so that it is refused with a reason.
+
+    Raises:
+        ConfigurationError: A value that is not allowed, or options that contradict each other, the Trainer's
+            precision, the rules of the schedule or the number of ranks.
+        ModelError: When the model is set up: it has fewer layers than stages, cannot be split, has no plan, or cannot
+            be cut over that many ranks. Raised on all ranks before any communication.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "bf16-mixed",
+        *,
+        tensor_parallel_size: AxisSize = "auto",
+        pipeline_parallel_size: AxisSize = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        tp_plan: dict[str, str] | None = None,
+        schedule: ScheduleName = "1F1B",
+        microbatches: Microbatches = "auto",
+        virtual_stages: int | None = None,
+        stage_balance: StageBalance = "auto",
+        loss_fn: str | LossFunction | None = None,
+        gather_logits: bool = False,
+        data_parallel_shard: AxisSize = "auto",
+        data_parallel_replicate: AxisSize = 1,
+        reduce_dtype: ReduceName = "float32",
+        cpu_offload: bool = False,
+        reshard_after_forward: Reshard = "auto",
+        return_freed_memory: ReturnMemory = "auto",
+        compile: str | None = None,
+        check_batches: bool = True,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+        lora: LoraSettings | None = None,
+        quantization: Quantization | None = None,
+    ) -> None:
+        super().__init__(
+            TensorPipelineOptions(
+                precision=precision,
+                tensor_parallel_size=tensor_parallel_size,
+                pipeline_parallel_size=pipeline_parallel_size,
+                sequence_parallel=sequence_parallel,
+                loss_parallel=loss_parallel,
+                tp_plan=tp_plan,
+                schedule=schedule,
+                microbatches=microbatches,
+                virtual_stages=virtual_stages,
+                stage_balance=stage_balance,
+                loss_fn=loss_fn,
+                gather_logits=gather_logits,
+                data_parallel_shard=data_parallel_shard,
+                data_parallel_replicate=data_parallel_replicate,
+                reduce_dtype=reduce_dtype,
+                cpu_offload=cpu_offload,
+                reshard_after_forward=reshard_after_forward,
+                return_freed_memory=return_freed_memory,
+                compile=compile,
+                check_batches=check_batches,
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+                lora=lora,
+                quantization=quantization,
+            )
+        )
