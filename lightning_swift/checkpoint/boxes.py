@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_swift.errors import CheckpointCorruptError
 
-__all__ = ["Box", "check_cover"]
+__all__ = ["Box", "check_cover", "flat_boxes"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,39 @@ class Box:
     def ends(self) -> tuple[int, ...]:
         """One past the last index on each axis."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements ``start`` to ``stop`` of a flattened (row-major) tensor as boxes, in that order.
+
+    Each box is contiguous in the flattened tensor. A range that begins and ends with whole rows is one box.
+
+    Args:
+        shape: Of the tensor.
+        start: Index of the first element.
+        stop: One past the last element, not beyond the end of the tensor.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, begin = divmod(start, row)
+    last, end = divmod(stop, row)
+    if begin:
+        edge = min(row, stop - first * row)
+        yield from _in_row(first, shape, begin, edge)
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if end and first <= last:
+        yield from _in_row(last, shape, 0, end)
+
+
+def _in_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    for box in flat_boxes(shape[1:], start, stop):
+        yield Box((row, *box.offsets), (1, *box.sizes))
 
 
 def check_cover(shape: tuple[int, ...], boxes: Sequence[Box], *, where: str) -> None:

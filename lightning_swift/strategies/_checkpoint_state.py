@@ -21,11 +21,16 @@ from lightning_swift.checkpoint.layout import MODEL_PREFIX
 from lightning_swift.errors import CheckpointError, CheckpointMismatchError
 
 __all__ = [
+    "GROUPS",
+    "STATE",
     "Index",
     "LoadRequest",
     "Rename",
     "Request",
+    "by_owner",
     "clean",
+    "common_values",
+    "is_state",
     "model_state",
     "on_device",
     "optimizer_state",
@@ -135,18 +140,20 @@ class Request:
     ) -> None:
         self.module = module
         self.optimizers = list(optimizers)
+        self._rename = rename
         self._names = parameter_names(module, rename=rename)
         self._tied_here = tied_names(module, rename=rename)
         self._weights: dict[str, Any] = {}
         self._twins: list[tuple[Tensor, str]] = []
-        values = module.state_dict()
-        for known_as, value in values.items():
+        self._extra: dict[str, str] = {}
+        for known_as, value in self._values().items():
             name = rename(known_as)
+            if known_as.endswith("_extra_state"):
+                self._extra[known_as] = name
             if name in self._weights and isinstance(value, Tensor):
                 self._twins.append((value, name))
             else:
                 self._weights[name] = value
-        self._extra = {known_as: rename(known_as) for known_as in values if known_as.endswith("_extra_state")}
         self._copies = self._aliases(stored, tied)
         self.state: dict[str, Any] = {
             f"{MODEL_PREFIX}{name}": value for name, value in self._weights.items() if name not in self._copies
@@ -156,6 +163,10 @@ class Request:
             own = {key.removeprefix(prefix): entry for key, entry in stored.items() if key.startswith(prefix)}
             flat = _placeholders(module, self._names, optimizer, own)
             self.state |= {f"{prefix}{key}": value for key, value in flat.items()}
+
+    def _values(self) -> dict[str, Any]:
+        """What is to be filled, by the module's own names."""
+        return self.module.state_dict()
 
     def _aliases(self, stored: Index, tied: Mapping[str, str]) -> dict[str, str]:
         """Name to the name it is stored under, for what is tied here or was tied when it was saved."""
@@ -178,13 +189,17 @@ class Request:
             self._weights[name].copy_(self._weights[source])
         for twin, name in self._twins:
             twin.copy_(self._weights[name])
-        extra = {own: self.state[f"{MODEL_PREFIX}{name}"] for own, name in self._extra.items()}
-        if extra:
-            self.module.load_state_dict(extra, strict=False)
+        self.install_extra()
         for number, optimizer in enumerate(self.optimizers):
             prefix = f"optimizer_{number}."
             flat = {key.removeprefix(prefix): self.state[key] for key in loaded if key.startswith(prefix)}
             _install(self._names, optimizer, flat)
+
+    def install_extra(self) -> None:
+        """Give modules the states of their own that are no tensors."""
+        extra = {own: self.state[f"{MODEL_PREFIX}{name}"] for own, name in self._extra.items()}
+        if extra:
+            self.module.load_state_dict(extra, strict=False)
 
 
 def _placeholders(
@@ -192,11 +207,11 @@ def _placeholders(
 ) -> dict[str, Any]:
     """One placeholder for each stored name of the optimizer's parameters, and one for each parameter without any."""
     owners = {_name(names, p): p for group in optimizer.param_groups for p in group["params"]}
-    by_owner = _by_owner(stored, owners)
-    if any(_is_factored(stored[key], owners[name]) for name, keys in by_owner.items() for key in keys):
+    owned = by_owner(stored, owners)
+    if any(_is_factored(stored[key], owners[name]) for name, keys in owned.items() for key in keys):
         get_optimizer_state_dict(module, optimizer)
     flat: dict[str, Any] = {}
-    for name, keys in by_owner.items():
+    for name, keys in owned.items():
         existing = optimizer.state.get(owners[name], {})
         for key in keys or (f"{GROUPS}{name}.lr",):
             flat[key] = _placeholder(stored.get(key), owners[name], existing.get(key.removeprefix(f"{STATE}{name}.")))
@@ -204,18 +219,18 @@ def _placeholders(
 
 
 def _install(names: Mapping[Tensor, str], optimizer: Optimizer, flat: Mapping[str, Any]) -> None:
-    by_owner = _by_owner(flat, {names[p]: p for group in optimizer.param_groups for p in group["params"]})
+    keys = by_owner(flat, [names[p] for group in optimizer.param_groups for p in group["params"]])
     done: set[str] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[parameter]
             prefix = f"{STATE}{name}."
-            state = {key.removeprefix(prefix): flat[key] for key in by_owner[name] if _is_state(key)}
+            state = {key.removeprefix(prefix): flat[key] for key in keys[name] if is_state(key)}
             if state:
                 own = _copied(state) if name in done else state
                 optimizer.state[parameter] = on_device(own, parameter, group)
             done.add(name)
-        _install_options(group, [names[p] for p in group["params"]], by_owner, flat)
+        group.update(common_values(GROUPS, [names[p] for p in group["params"]], flat))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,16 +244,22 @@ def on_device(state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]
     return {key: v.to(parameter.device) if isinstance(v, Tensor) else v for key, v in state.items()}
 
 
-def _install_options(
-    group: dict[str, Any], members: list[str], by_owner: Mapping[str, list[str]], flat: Mapping[str, Any]
-) -> None:
+def common_values(section: str, members: Iterable[str], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Options (or counters) of one group from those of its parameters, which must agree.
+
+    Args:
+        section: ``GROUPS`` or ``STATE``.
+        members: Names of the parameters.
+        flat: Values by full key.
+
+    Raises:
+        CheckpointMismatchError: Two parameters have different values of one option.
+    """
     found: dict[str, Any] = {}
-    for name in members:
-        prefix = f"{GROUPS}{name}."
-        for key in by_owner[name]:
-            if _is_state(key):
-                continue
-            option = key.removeprefix(prefix)
+    keys = by_owner((key for key in flat if key.startswith(section)), members)
+    for name, own in keys.items():
+        for key in own:
+            option = key.removeprefix(f"{section}{name}.")
             if option in _HOW_TO_RUN:
                 continue
             if option in found and not _same(found[option], flat[key]):
@@ -248,7 +269,7 @@ def _install_options(
                     fix="Form the parameter groups of the optimizer as the run that saved it did.",
                 )
             found.setdefault(option, flat[key])
-    group.update(found)
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -281,15 +302,16 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(_holds_tensor(v) for v in value))
 
 
-def _is_state(key: str) -> bool:
+def is_state(key: str) -> bool:
+    """Whether ``key`` is a parameter's own state, and not an option of its group."""
     return key.startswith(STATE)
 
 
-def _by_owner(keys: Iterable[str], owners: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def by_owner(keys: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
     """Keys by parameter name. Names may contain one another, so the longest prefix that is a name counts."""
     found: dict[str, list[str]] = {name: [] for name in owners}
     for key in keys:
-        name = key.removeprefix(STATE) if _is_state(key) else key.removeprefix(GROUPS)
+        name = key.removeprefix(STATE) if is_state(key) else key.removeprefix(GROUPS)
         while "." in name:
             name = name.rpartition(".")[0]
             if name in found:

@@ -97,6 +97,13 @@ class ShardedCheckpointing(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._optimizer_state(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
 
+    def _mesh_sizes(self) -> dict[str, int]:
+        """Number of ranks along each axis, for the manifest."""
+        mesh = getattr(self, "device_mesh", None)
+        if mesh is None:
+            return {"dp_replicate": self.world_size}
+        return {name: mesh.size(axis) for axis, name in enumerate(mesh.mesh_dim_names or ())}
+
     def _saved_name(self, name: str) -> str:
         """The name under which the tensor that the module knows as ``name`` is saved."""
         return clean(name)
@@ -262,14 +269,12 @@ class ShardedCheckpointing(ParallelStrategy):
         return self._run
 
     def _describe(self) -> Description:
-        mesh = getattr(self, "device_mesh", None)
-        names = () if mesh is None else mesh.mesh_dim_names or ()
         seen = getattr(self._trainer.datamodule, "samples_seen", None)  # type: ignore[attr-defined]
         return Description(
             run=self._run_record(),
             global_step=0,
             strategy=type(self).__name__,
-            mesh={name: mesh.size(axis) for axis, name in enumerate(names)} if mesh is not None else {},
+            mesh=self._mesh_sizes(),
             samples_seen=seen() if callable(seen) else seen,
         )
 

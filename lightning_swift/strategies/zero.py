@@ -18,13 +18,13 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_swift.adapters.apply import apply_adapters
+from lightning_swift.adapters.optimizers import keep_trainable
 from lightning_swift.adapters.settings import AdapterSettings, LoraSettings, Quantization
 from lightning_swift.errors import ConfigurationError
-from lightning_swift.models.lazy import is_lazy, load_lazy_weights
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory
-from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 from lightning_swift.strategies._precision import agree
 from lightning_swift.strategies._zero_config import (
     DeepSpeedConfig,
@@ -35,7 +35,7 @@ from lightning_swift.strategies._zero_config import (
     size_buckets,
 )
 from lightning_swift.strategies._zero_engine import choose_accelerator, inference_config, start_engine
-from lightning_swift.strategies._zero_loading import known_to_transformers, loading_config
+from lightning_swift.strategies._zero_loading import known_to_transformers, load_and_place, loading_config
 from lightning_swift.strategies._zero_optimizer import (
     check_single,
     offloaded_adam,
@@ -50,11 +50,12 @@ from lightning_swift.strategies._zero_options import (
     ZeROStage,
 )
 from lightning_swift.strategies._zero_precision import ZeROPrecision
+from lightning_swift.strategies._zero_state import ZeroCheckpointing
 
 __all__ = ["ZeROStrategy"]
 
 
-class ZeROStrategy(ShardedCheckpointing, DeepSpeedStrategy):
+class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
     """Cuts optimizer state (stage 1), gradients (2) and parameters (3) over all ranks, with offload to host or disk.
 
     Also by name: ``swift_zero1``, ``swift_zero2``, ``swift_zero3`` and ``swift_zero3_offload``, which mean BF16.
@@ -213,14 +214,18 @@ class ZeROStrategy(ShardedCheckpointing, DeepSpeedStrategy):
         """The order of transforms. The model has been built, with or without weights."""
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-        if is_lazy(module):
-            load_lazy_weights(module, device=self.root_device)
+        report = apply_adapters(module, self.options.adapters, compute_dtype=self.options.policy.compute_dtype)
+        if report.injected:
+            rank_zero_info(f"{type(self).__name__}: {report}")
+        load_and_place(module, self._config, device=self.root_device, dtype=self.options.policy.compute_dtype)
         if self.activation_checkpointing is not None:
             apply_checkpointing(module, self.activation_checkpointing)
 
     def _start_training(self, module: pl.LightningModule) -> None:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
-        optimizer = self._suited(check_single(optimizers))
+        optimizer = check_single(optimizers)
+        keep_trainable(optimizer)
+        optimizer = self._suited(optimizer)
         self.model, wrapped = start_engine(module, self._config, optimizer=optimizer, local_rank=self.local_rank)
         self.model.set_gradient_accumulation_boundary(True)
         self.optimizers = [wrapped]
