@@ -125,6 +125,8 @@ def apply_tensor_parallel(
     if first and settings.sequence_parallel:
         split_sequence(layers[0].module, layout)
     _cut_ends(inner, plan, layout, settings)
+    if settings.sequence_parallel:
+        partial |= _partial_after(inner, anatomy)
     return _report(inner, partial)
 
 
@@ -179,16 +181,18 @@ def _partial_names(
     model: Any, anatomy: Anatomy, layers: list[Layer], layout: Layout, *, self_check: bool
 ) -> dict[str, bool]:
     if self_check:
-        partial = partial_in_layers(model, anatomy, layers, layout)
-    else:
-        partial = {name: part for layer in layers for name, part in _by_rule(layer, layout).items()}
-    if layout.sequence:
-        # What runs after the layers sees this rank's part of the sequence only.
-        after = [f"{name}." for name in anatomy.after]
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and any(map(name.startswith, after)):
-                partial[name] = True
-    return partial
+        return partial_in_layers(model, anatomy, layers, layout)
+    return {name: part for layer in layers for name, part in _by_rule(layer, layout).items()}
+
+
+def _partial_after(model: Any, anatomy: Anatomy) -> dict[str, bool]:
+    """Under sequence parallelism what runs after the layers and is not cut sees a part of the sequence only."""
+    after = tuple(f"{name}." for name in anatomy.after)
+    return {
+        name: True
+        for name, parameter in model.named_parameters()
+        if name.startswith(after) and parameter.requires_grad and not isinstance(parameter, DTensor)
+    }
 
 
 def _by_rule(layer: Layer, layout: Layout) -> dict[str, bool]:

@@ -1,0 +1,1 @@
+"""Tests of tensor, sequence and loss parallelism."""
