@@ -1,0 +1,239 @@
+"""Peak memory of one GPU and its host: the closed form, by component and by point of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from lightning_swift.planner.activations import Step, profile
+from lightning_swift.planner.buffers import Buffers, buffers
+from lightning_swift.planner.settings import Job, Layout
+from lightning_swift.planner.states import Share, States, share, states
+
+__all__ = ["COMPONENTS", "Memory", "Point", "predict_memory", "requested_peak"]
+
+COMPONENTS = (
+    *("weights", "quantised weights", "adapters", "gradients", "optimizer", "activations"),
+    *("logits and loss", "communication buffers", "allocator overhead", "CUDA context"),
+)
+# Published GPU peaks lie 4 to 12 % above what PyTorch asks its allocator for; the middle of that is what is shown.
+_OVERHEAD = (0.0, 0.05, 0.12)
+# CUDA context, cuBLAS workspaces and NCCL, measured by others between 0.4 and 1.2 GB.
+_CONTEXT = (0.4e9, 0.6e9, 1.2e9)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is alive at one point of the step besides what always is. Bytes.
+
+    Args:
+        where: In words.
+        gradients: Of parameters.
+        activations: Kept for the backward pass and in work.
+        logits: Logits and loss.
+        communication: Buffers.
+        optimizer: Temporaries of the update.
+    """
+
+    where: str
+    gradients: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    communication: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.gradients + self.activations + self.logits + self.communication + self.optimizer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted memory of the fullest GPU, in bytes.
+
+    Args:
+        peak: What the card will probably show.
+        low: Without fragmentation and with the smallest context.
+        high: With what has been seen at worst.
+        requested: What PyTorch asks its allocator for, which a simulation can count.
+        components: Parts of ``peak``, by the names of ``COMPONENTS``.
+        where: Point of the step at which the peak is.
+        points: Requested bytes at every point.
+        host: Host memory of one machine.
+        disk: NVMe of one machine.
+        stage: Pipeline stage of that GPU.
+    """
+
+    peak: float
+    low: float
+    high: float
+    requested: float
+    components: dict[str, float]
+    where: str
+    points: dict[str, float] = field(default_factory=dict)
+    host: float = 0.0
+    disk: float = 0.0
+    stage: int = 0
+
+
+def predict_memory(job: Job, layout: Layout, *, ratio: float = 1.0) -> Memory:
+    """Predicted peak of the fullest GPU.
+
+    Args:
+        job: What is trained on what.
+        layout: How.
+        ratio: Measured over predicted on this kind of card, from earlier runs.
+    """
+    stages = range(layout.pipeline) if layout.pipeline > 1 else range(1)
+    # Only the first stages (most micro-batches in flight) and the last (logits) can be the fullest.
+    candidates = sorted({stages[0], stages[len(stages) // 2], stages[-1]})
+    return max((_stage_memory(job, layout, stage, ratio) for stage in candidates), key=lambda memory: memory.peak)
+
+
+def requested_peak(job: Job, layout: Layout, stage: int = 0) -> float:
+    """Bytes that PyTorch asks its allocator for at the peak, which the trace counts too."""
+    part = share(job, layout, stage)
+    kept = states(job, layout, part)
+    return kept.always + max(point.total for point in _points(job, layout, part, kept, stage))
+
+
+def _stage_memory(job: Job, layout: Layout, stage: int, ratio: float) -> Memory:
+    part = share(job, layout, stage)
+    kept = states(job, layout, part)
+    points = _points(job, layout, part, kept, stage)
+    top = max(points, key=lambda point: point.total)
+    requested = (kept.always + top.total) * ratio
+    low, middle, high = (requested * (1 + more) + base for more, base in zip(_OVERHEAD, _CONTEXT, strict=True))
+    components = {
+        "weights": kept.weights,
+        "quantised weights": kept.quantised,
+        "adapters": kept.adapters,
+        "gradients": top.gradients,
+        "optimizer": kept.optimizer + top.optimizer,
+        "activations": top.activations,
+        "logits and loss": top.logits,
+        "communication buffers": top.communication,
+        "allocator overhead": middle - _CONTEXT[1] - (kept.always + top.total),
+        "CUDA context": _CONTEXT[1],
+    }
+    where = top.where if layout.pipeline == 1 else f"{top.where}, on stage {stage + 1} of {layout.pipeline}"
+    per_machine = min(job.gpus, job.world)
+    return Memory(
+        peak=middle,
+        low=low,
+        high=high,
+        requested=requested,
+        components=components,
+        where=where,
+        points={point.where: kept.always + point.total for point in points},
+        host=(kept.host + _process(job, part, layout)) * per_machine,
+        disk=kept.disk * per_machine,
+        stage=stage,
+    )
+
+
+def _process(job: Job, part: Share, layout: Layout) -> float:
+    """Host memory of a training process: Python, CUDA and loaders, and weights on their way to the card."""
+    # Weights are read tensor by tensor; ZeRO-3 with quantised layers has a whole quantised copy first.
+    loading = part.quantisable * 0.52 if layout.strategy == "zero3" and job.goal == "qlora" else 0.0
+    return 4e9 + loading
+
+
+def _points(job: Job, layout: Layout, part: Share, kept: States, stage: int) -> list[Point]:
+    step = profile(job.shape, layout.micro_options(job))
+    sent = buffers(job, layout, part)
+    flight = _in_flight(layout, stage)
+    saved = _saved(step, part)
+    if not part.last:
+        step = replace(step, loss=0.0, loss_logits=0.0, kept=0.0, head_gradients=0.0)
+    held = (flight - 1) * saved
+    policy = _Gradients(job, layout, part, kept, step)
+    found = _forward_and_loss(step, part, sent, policy, held, saved)
+    found += _backward(step, part, sent, policy, held)
+    if part.first:
+        found.append(_embedding(step, sent, policy, held))
+    found.append(Point("the optimizer step", policy.complete, optimizer=kept.temporary, communication=sent.step))
+    return found
+
+
+def _saved(step: Step, part: Share) -> float:
+    return step.entered + sum(step.layers[kind].saved for kind in part.kinds)
+
+
+def _in_flight(layout: Layout, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at most, in units of its own layers."""
+    stages, parts, schedule = layout.pipeline, layout.microbatches, layout.schedule
+    if stages == 1:
+        return 1.0
+    if schedule == "GPipe":
+        return float(parts)
+    if schedule == "1F1B":
+        return float(min(parts, stages - stage))
+    if schedule.startswith("Interleaved"):
+        # Narayanan et al. 2021: 2 (p - r - 1) + (v - 1) p + 1 chunks of 1/v of the layers each.
+        v = max(2, layout.virtual)
+        return min(parts * v, 2 * (stages - stage - 1) + (v - 1) * stages + 1) / v
+    # Along a V each rank holds 2p half-stages at most (Qi et al. 2024).
+    return min(parts, stages)
+
+
+class _Gradients:
+    """How many bytes of gradients are alive when the backward pass has come to some layer."""
+
+    def __init__(self, job: Job, layout: Layout, part: Share, kept: States, step: Step) -> None:
+        self.frees = job.optimizer_in_backward or layout.strategy in ("fsdp", "zero2", "zero3")
+        self.resident = layout.keeps_gradients
+        self.complete = kept.gradients
+        layers = sum(step.layers[kind].gradients for kind in part.kinds)
+        whole = layers + step.head_gradients + step.embedding_gradient
+        # Where gradients are sent away layer by layer, only this rank's share stays.
+        self._share = kept.gradients / whole if whole and self.frees else 1.0
+        self._accumulated = layout.accumulate > 1 and self.frees and not job.optimizer_in_backward
+
+    def at(self, done: float) -> float:
+        """Bytes when gradients of ``done`` bytes have been made before."""
+        if self.resident or self._accumulated:
+            return self.complete
+        return done * self._share
+
+
+def _forward_and_loss(
+    step: Step, part: Share, sent: Buffers, policy: _Gradients, held: float, saved: float
+) -> list[Point]:
+    last = step.layers[part.kinds[-1]]
+    before = policy.at(0.0)
+    forward = held + saved - last.saved + last.forward
+    found = [Point("the last layer's forward pass", before, forward, communication=sent.forward)]
+    if part.last:
+        activations = held + saved + step.loss - step.loss_logits - step.head_gradients
+        gradients = before + (0.0 if policy.resident else step.head_gradients)
+        found.append(Point("the loss", gradients, activations, step.loss_logits, sent.loss))
+    return found
+
+
+def _backward(step: Step, part: Share, sent: Buffers, policy: _Gradients, held: float) -> list[Point]:
+    level = held + step.entered
+    done = step.head_gradients + sum(step.layers[kind].gradients for kind in part.kinds)
+    points = []
+    for index, kind in enumerate(part.kinds):
+        layer = step.layers[kind]
+        level += layer.saved
+        done -= layer.gradients
+        where = f"the backward pass of layer {index + 1} of {len(part.kinds)}"
+        fresh = layer.gradients
+        if index in (0, len(part.kinds) - 1) or len(step.layers) > 1:
+            activations = level + layer.backward - fresh
+            points.append(Point(where, policy.at(done) + fresh, activations, step.kept, sent.backward))
+            if sent.reduced:
+                after = level - layer.saved
+                points.append(
+                    Point(where, policy.at(done) + fresh, after, step.kept, sent.backward + sent.reduced)
+                )
+    return points
+
+
+def _embedding(step: Step, sent: Buffers, policy: _Gradients, held: float) -> Point:
+    everything = policy.complete if policy.resident or not policy.frees else policy.at(1.0)
+    before = everything - (0.0 if policy.resident else step.embedding_gradient)
+    gradients = max(before, 0.0) + step.embedding
+    return Point("the embedding's gradient", gradients, held + step.entered, step.kept, sent.embedding)
