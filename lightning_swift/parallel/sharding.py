@@ -75,7 +75,8 @@ def shard(
     # The innermost first: a group takes what its inner groups have left.
     inner = [(block, False) for _, block in reversed(blocks)] + find_embeddings(module) + [(a, False) for a in aliases]
     for part, is_head in inner:
-        if part not in units and not isinstance(part, FSDPModule) and is_separable(part, module):
+        sharded = isinstance(part, FSDPModule) or next(part.parameters(), None) is None
+        if part not in units and not sharded and is_separable(part, module):
             fully_shard(part, reshard_after_forward=_setting(settings, auto=not is_head), **options)
     _shard_units(module, units, aliases, settings, options)
     return sharded_roots(module)
@@ -90,9 +91,11 @@ def sharded_roots(module: nn.Module) -> list[FSDPModule]:
 
 def reshard(module: nn.Module) -> None:
     """Free whatever parameters a forward pass without a backward pass has left gathered."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    # By children: a pipelined model leaves its stages out of modules().
+    if isinstance(module, FSDPModule):
+        module.reshard()
+    for child in module.children():
+        reshard(child)
 
 
 def _options(mesh: DeviceMesh, settings: ShardingSettings) -> dict[str, Any]:

@@ -161,10 +161,6 @@ class TensorPipelineEngine(MeshStrategy):
         super()._finish(module, blocks)
 
     @override
-    def _saved_name(self, name: str) -> str:
-        return self._dealt.saved_name(name)
-
-    @override
     def _saved_model(self) -> HuggingFaceModel | None:
         return saved_model(self._module, self._dealt)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from lightning_swift.parallel.schedule import ScheduleSettings
 from lightning_swift.parallel.stages import balance, cut, stage_shares
 from lightning_swift.parallel.tensor import check_tensor_parallel, tensor_parallel_context
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, adapter_configs
-from lightning_swift.strategies._checkpoint_state import clean
 from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions, load_loss
 
 if TYPE_CHECKING:
@@ -50,10 +48,6 @@ class Pipeline:
     shares: tuple[float, ...]
     parameters: tuple[int, ...]
     tied: bool
-
-    def saved_name(self, name: str) -> str:
-        """The name in the whole model of what this rank's module knows as ``name``."""
-        return re.sub(rf"^{re.escape(self.path)}\.stages\.\d+\.model\.", f"{self.path}.", clean(name))
 
 
 def plan_pipeline(module: pl.LightningModule, sizes: MeshSizes, options: TensorPipelineOptions) -> Pipeline:
@@ -111,7 +105,8 @@ def copies_of_tied_weights(pipelined: PipelinedModel, pipeline: Pipeline) -> fro
     """The parameters of this rank of which the first stage holds the original."""
     if not pipeline.tied or len(pipeline.bounds) == 1:
         return frozenset()
-    return frozenset(stage.pretrained.get_input_embeddings().weight for stage in pipelined.stages if stage.last)
+    last = (stage for stage in pipelined.stages if stage.last)
+    return frozenset(stage.pretrained.get_parameter(name) for stage in last for name in stage.tied)
 
 
 def saved_model(module: nn.Module, pipeline: Pipeline) -> HuggingFaceModel:
