@@ -83,7 +83,7 @@ def register_compression(
     return None
 
 
-def _bf16_hook(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+def _bf16_hook(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     return bf16_compress_hook(group, bucket)
 
 

@@ -178,7 +178,9 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
         if self.adapters.quantization is not None:
             # Scales that quantising computes are no parameters, which DDP would make equal.
             copy_from_first_rank(module, self.device_mesh, self.root_device)
-        apply_adapters(module, self.adapters, compute_dtype=self.policy.compute_dtype)
+        report = apply_adapters(module, self.adapters, compute_dtype=self.policy.compute_dtype)
+        if report.injected:
+            rank_zero_info(f"{type(self).__name__}: {report}")
         changed = cast_parameters(module, self.policy)
         if changed:
             rank_zero_info(f"{type(self).__name__}: {changed} parameters were cast to {self.policy.master_dtype}.")
@@ -209,7 +211,7 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            keep_trainable(optimizer)
+            keep_trainable(optimizer, [config.scheduler for config in self.lr_scheduler_configs])
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -258,6 +260,16 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
                 "The loss of a step did not depend on all trainable parameters. If that is meant, use "
                 f"{type(self).__name__}(find_unused_parameters=True); otherwise freeze those parameters."
             )
+
+    @override
+    def teardown(self) -> None:
+        if not any(parameter.is_meta for parameter in self._module.parameters()):
+            super().teardown()
+            return
+        # Lightning moves the module to the CPU, which a model that was refused for having no values cannot do.
+        self.model = self._module
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
 
 
 def _policy(precision: PrecisionName, compression: CompressionSettings) -> PrecisionPolicy:

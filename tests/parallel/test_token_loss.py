@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lightning_swift.models.causal_lm import CausalLM
+from lightning_swift.strategies.ddp import DDPBF16Strategy
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from tests.harness.models import VOCAB, quiet_trainer, tiny_config
 from tests.harness.ranks import ranks
@@ -110,6 +111,8 @@ def reference(
 def strategy(name: str) -> Any:
     if name == "fsdp":
         return FSDPBF16Strategy("32-true")
+    if name == "swift_ddp":
+        return DDPBF16Strategy("32-true")
     if name == "fsdp without sync":
         return FSDPBF16Strategy("32-true", accumulate_without_sync=True)
     return "ddp" if dist.get_world_size() > 1 else "auto"
@@ -172,7 +175,7 @@ SPLITS = {1: splits_1, 2: splits_2, 4: splits_4}
 
 
 @pytest.mark.parametrize("world", SPLITS)
-@pytest.mark.parametrize("name", ["fsdp", "ddp"])
+@pytest.mark.parametrize("name", ["fsdp", "ddp", "swift_ddp"])
 def test_every_split_has_the_same_gradient(world: int, name: str) -> None:
     SPLITS[world](name, "llama", [1, 2, 4])
 
@@ -187,7 +190,7 @@ def test_every_architecture_has_the_same_gradient(kind: str, name: str) -> None:
     splits_2(name, kind, [2])
 
 
-@pytest.mark.parametrize("name", ["fsdp", "ddp"])
+@pytest.mark.parametrize("name", ["fsdp", "ddp", "swift_ddp"])
 def test_clipping_sees_the_mean_over_tokens(name: str) -> None:
     splits_2(name, "llama", [1, 4], CLIP)
 
@@ -200,7 +203,7 @@ def incomplete_window(name: str) -> None:
     check(fit("llama", name, batch_size=1, accumulate=3), *reference("llama", steps))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp without sync", "ddp"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp without sync", "ddp", "swift_ddp"])
 def test_the_last_incomplete_window_is_exact(name: str) -> None:
     incomplete_window(name)
 
