@@ -64,7 +64,7 @@ def deposit(anchor: Tensor, loss: Tensor, pairs: Pairs) -> Tensor:
         loss: Scalar.
         pairs: Parameters and their gradients of ``loss``; the gradients are used up.
     """
-    result: Tensor = _Deposit.apply(anchor, loss, pairs)  # type: ignore[no-untyped-call]
+    result: Tensor = _Deposit.apply(anchor, loss, pairs)
     return result
 
 

@@ -138,7 +138,7 @@ def _layer_list(model: Any) -> str:
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     if len(outermost) != 1:
         raise _refusal(model, f"has {len(outermost)} lists of {n} layers, where one is needed ({outermost})")
-    return outermost[0]
+    return str(outermost[0])
 
 
 class _Trace:

@@ -164,7 +164,8 @@ class Stage(nn.Module):
         if torch.is_grad_enabled() and not out.requires_grad:
             # A stage in which nothing trains: the schedule wants to run its backward pass all the same.
             out = out.detach().requires_grad_()
-        return out
+        # The zero-bubble schedules detach it in place, which torch does not allow on a view.
+        return out.clone() if out._is_view() else out
 
     def _finish(self, pretrained: Any, batch: Microbatch, arguments: dict[str, Any]) -> Any:
         if batch.labels is None:
