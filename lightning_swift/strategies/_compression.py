@@ -87,7 +87,7 @@ def _bf16_hook(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: 
     return bf16_compress_hook(group, bucket)
 
 
-def _fp16_hook(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+def _fp16_hook(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Torch's hook on gradients that are scaled by one power of two on all ranks, so that scaling rounds nothing."""
     scale = _common_scale(bucket.buffer(), group)
     bucket.buffer().mul_(scale)
