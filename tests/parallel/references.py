@@ -160,9 +160,10 @@ def single_process(
     batch: int = BATCH,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    lr: float = 5e-3,
 ) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """A plain loop over the same global batches: losses, gradients of the first step, norms before clipping."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.01)
     losses, norms, first = [], [], {}
     for step in range(steps):
         for parts in micro_batches(step, world=world, accumulate=accumulate, batch=batch):
