@@ -173,6 +173,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _build(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import set_zero3_state
 
     kind: Any = AutoModelForCausalLM if auto_class is None else auto_class
     if not hasattr(kind, "from_config") and not hasattr(kind, "_from_config"):
@@ -182,9 +183,11 @@ def _build(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
             fix="Pass AutoModelForCausalLM or another class of transformers.",
         )
     try:
-        if hasattr(kind, "from_config"):
-            return kind.from_config(config, dtype=dtype, trust_remote_code=False)
-        return kind._from_config(config, dtype=dtype)
+        # Under ZeRO-3, transformers would cut the empty parameters up while it makes them.
+        with set_zero3_state():
+            if hasattr(kind, "from_config"):
+                return kind.from_config(config, dtype=dtype, trust_remote_code=False)
+            return kind._from_config(config, dtype=dtype)
     except ValueError as error:
         raise ModelError(
             f"{kind.__name__} cannot build this configuration ({error}).",

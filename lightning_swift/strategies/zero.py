@@ -189,7 +189,12 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
     @override
     def model_sharded_context(self) -> Generator[None]:
         # Never Lightning's zero.Init: round transformers it rounds rotary tables, and round a quantised load it aborts.
-        with known_to_transformers(loading_config(self._complete_config())):
+        config = self._complete_config()
+        if self.options.adapters.quantization is not None:
+            # What is to be quantised must be whole; it is cut up when it has been packed.
+            yield
+            return
+        with known_to_transformers(loading_config(config)):
             yield
 
     @override
