@@ -33,6 +33,12 @@ def check_lora(name: str, module: nn.Module) -> None:
     Raises:
         ModelError: The layer has DoRA magnitudes, or an adapter other than plain LoRA.
     """
+    if hasattr(module, "modules_to_save"):
+        raise ModelError(
+            "a layer trained as a whole beside LoRA (modules_to_save) cannot be cut.",
+            where=name,
+            fix="Leave it out of modules_to_save, or take it out of the plan with tp_plan={'...': 'replicate'}.",
+        )
     if not hasattr(module, "base_layer"):
         return
     if getattr(module, "lora_magnitude_vector", None):
@@ -70,7 +76,8 @@ def cut_lora(module: Any, style: Style, mesh: DeviceMesh, outside: Placement) ->
         dropout = module.lora_dropout[adapter]
         if isinstance(dropout, nn.Dropout):
             split = style.cut is Cut.ROWS and not style.whole
-            module.lora_dropout[adapter] = RankedDropout(dropout.p, rank=mesh.get_local_rank() if split else None)
+            ranked = RankedDropout(dropout.p, rank=mesh.get_local_rank() if split else None)
+            module.lora_dropout[adapter] = ranked.train(dropout.training)
 
 
 def _replicate(linear: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:

@@ -120,7 +120,7 @@ def _is_bystander(name: str, module: nn.Module, planned: set[str]) -> bool:
         return False
     if next(module.parameters(), None) is None and not isinstance(module, nn.modules.dropout._DropoutNd):
         return False
-    return not any(name == other or name.startswith(f"{other}.") for other in planned)
+    return not any(f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}.") for other in planned)
 
 
 class _Gather:

@@ -64,6 +64,12 @@ def _check_entry(model: Any, entry: Planned, size: int, anatomy: Anatomy) -> Non
         raise _wrong_kind(entry, "a parameter")
     module = model.get_submodule(entry.name)
     if cut is Cut.EXPERTS:
+        if hasattr(module, "base_layer"):
+            raise ModelError(
+                "LoRA on fused experts is not supported under tensor parallelism.",
+                where=entry.name,
+                fix="Name the linear layers of attention in target_modules, or use tensor_parallel_size=1.",
+            )
         check_experts(entry.name, module, size)
     elif cut in _LINEAR or cut is Cut.VOCABULARY:
         check_lora(entry.name, module)

@@ -72,8 +72,8 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
 
     Gradients flow through. ``torch.func.functional_call`` would call the hooks of the module once more.
     """
-    whole = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    own: dict[str, Any] = {name: parameter.to_local() for name, parameter in whole.items()}
+    whole = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
+    own: dict[str, Any] = {name: DTensor.to_local(parameter) for name, parameter in whole.items()}
     module._parameters.update(own)
     try:
         yield
