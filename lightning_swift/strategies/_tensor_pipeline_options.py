@@ -23,6 +23,9 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 Microbatches = int | Literal["auto"]
 StageBalance = Literal["auto"] | list[int]
 
+# Schedules that compute the gradients of inputs and of weights at different times.
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 
 @dataclass(frozen=True)
 class TensorPipelineOptions(MeshOptions):
@@ -52,6 +55,13 @@ class TensorPipelineOptions(MeshOptions):
         if self.microbatches != "auto" and (type(self.microbatches) is not int or self.microbatches < 1):
             raise ConfigurationError(
                 f'microbatches={self.microbatches!r} must be "auto" or a positive integer.', where="options"
+            )
+        if self.reshard_after_forward is True and self.schedule in _SPLIT_BACKWARD:
+            raise ConfigurationError(
+                f"reshard_after_forward=True and schedule={self.schedule!r} contradict each other: the "
+                "second half of its backward passes would give gradients to weights that have been freed in between.",
+                where="options",
+                fix="Leave reshard_after_forward out, or choose 1F1B or Interleaved1F1B.",
             )
         self._check_balance()
         self.tensor  # noqa: B018  # checks its options against each other

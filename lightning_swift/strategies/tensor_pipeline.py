@@ -63,7 +63,8 @@ class TensorPipelineStrategy(TensorPipelineEngine):
         reduce_dtype: As for :class:`FSDPBF16Strategy`.
         cpu_offload: As for :class:`FSDPBF16Strategy`.
         reshard_after_forward: Free gathered parameters after each microbatch's pass through a layer, and gather them
-            again for the next; ``"auto"`` keeps them for the whole step.
+            again for the next; ``"auto"`` keeps them for the whole step. Not with schedules that split the backward
+            pass, which would lose gradients.
         return_freed_memory: As for :class:`FSDPBF16Strategy`.
         compile: Backend for ``torch.compile`` of each block, or None. Not with tensor parallelism and activation
             checkpointing together, which torch 2.13 cannot compile.

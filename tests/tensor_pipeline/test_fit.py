@@ -1,0 +1,97 @@
+"""A whole Trainer run of an unmodified module gives what plain Lightning gives in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
+from tests.harness.ranks import ranks
+from tests.tensor_pipeline.runs import FullModule, Numbers, plain, train
+
+# Losses, norms and learning rates to five decimals, as a user would compare two logs. What remains is the order of
+# float32 sums over four steps of AdamW.
+FIVE_DECIMALS = 5e-6
+LAYERS = 4
+
+PP2 = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
+TP2 = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
+BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+
+
+def assert_equal(strategy: TensorPipelineStrategy, kind: str, expected: Numbers) -> None:
+    found = train(FullModule(kind, layers=LAYERS), strategy)
+    errors = [abs(a - b) for a, b in zip(found.flat(), expected.flat(), strict=True)]
+    assert max(errors) <= FIVE_DECIMALS, (strategy.options, found, expected)
+
+
+LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "stages": (
+        "llama",
+        [
+            PP2,
+            {**PP2, "schedule": "Interleaved1F1B"},
+            {**PP2, "schedule": "ZBVZeroBubble"},
+            {**PP2, "schedule": "GPipe", "reshard_after_forward": True},
+        ],
+    ),
+    "stages of a tied model": (
+        "qwen3",
+        [
+            {**PP2, "data_parallel_replicate": 2},
+            {**PP2, "schedule": "DualPipeV", "microbatches": 4},
+            {**PP2, "schedule": "InterleavedZeroBubble"},
+            {"pipeline_parallel_size": 4, "tensor_parallel_size": 1, "stage_balance": [1, 1, 1, 1]},
+        ],
+    ),
+    "cut layers": ("llama", [BOTH, {**BOTH, "sequence_parallel": True, "loss_parallel": True}]),
+    "cut layers of a tied model": (
+        "qwen3",
+        [
+            TP2,
+            {**BOTH, "schedule": "ZBVZeroBubble", "sequence_parallel": True},
+            {**TP2, "sequence_parallel": True, "data_parallel_replicate": 2, "microbatches": 2},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_is_that_of_plain_lightning_to_five_decimals(name: str) -> None:
+    kind, layouts = LAYOUTS[name]
+    on_four_ranks(kind, layouts, plain(kind, layers=LAYERS))
+
+
+@ranks(4, deadline=60)
+def on_four_ranks(kind: str, layouts: list[dict[str, Any]], expected: Numbers) -> None:
+    for options in layouts:
+        assert_equal(TensorPipelineStrategy("32-true", **options), kind, expected)
+
+
+@pytest.mark.slow
+def test_all_axes_at_once_on_eight_ranks() -> None:
+    on_eight_ranks(plain("llama", layers=LAYERS))
+
+
+@ranks(8, deadline=90)
+def on_eight_ranks(expected: Numbers) -> None:
+    assert_equal(TensorPipelineStrategy("32-true", **BOTH, sequence_parallel=True), "llama", expected)
+    hybrid = {**PP2, "data_parallel_replicate": 2, "data_parallel_shard": 2}
+    assert_equal(TensorPipelineStrategy("32-true", **hybrid), "llama", expected)
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    bfloat16_on_four_ranks(plain("llama", layers=LAYERS))
+
+
+@ranks(4, deadline=60)
+def bfloat16_on_four_ranks(expected: Numbers) -> None:
+    for options in (PP2, BOTH):
+        strategy = TensorPipelineStrategy(**options)
+        found = train(module := FullModule("llama", layers=LAYERS), strategy)
+        assert {p.dtype for p in module.parameters()} == {torch.float32}
+        # bfloat16 has 8 bits: losses near 5.5 are right to 0.4 %, and so are norms.
+        for a, b in zip(found.flat(), expected.flat(), strict=True):
+            assert a == pytest.approx(b, rel=1e-2), options
