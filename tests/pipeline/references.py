@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_swift.parallel.anatomy import probe
 from lightning_swift.parallel.pipeline import PipelinedModel
 from lightning_swift.parallel.schedule import ScheduleName, ScheduleSettings
-from lightning_swift.parallel.stages import Balance, balance, cut
+from lightning_swift.parallel.stages import Balance, LossFunction, balance, cut
 from tests.harness.models import VOCAB, tiny_model
 
 # The issue's own bounds for float32: absolute for the loss, relative to the largest element for each gradient.
@@ -48,10 +48,19 @@ def batch_of(rows: int = 8, length: int = 16, *, seed: int = 0, mask: bool = Tru
     return {"input_ids": ids, "labels": labels, **({"attention_mask": attention} if mask else {})}
 
 
-def single(model: nn.Module, batch: Batch, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """A loss as a user may write it, in the type of the logits: Hugging Face's own is always in float32."""
+    targets = labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100)
+
+
+def single(
+    model: nn.Module, batch: Batch, *, loss_fn: LossFunction | None = None, **kwargs: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the whole model, in this process; gradients are cleared before."""
     model.zero_grad()
-    loss = model(**batch, use_cache=False, **kwargs).loss
+    out = model(**batch, use_cache=False, **kwargs)
+    loss: Tensor = out.loss if loss_fn is None else loss_fn(out.logits, batch["labels"])
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients
@@ -108,9 +117,17 @@ def check_gradients(
     assert set().union(*everywhere) >= set(expected), f"{what}: missing {set(expected) - set().union(*everywhere)}"
 
 
-def check_step(model: PipelinedModel, reference: Any, batch: Batch, *, what: str = "", **kwargs: Any) -> None:
+def check_step(
+    model: PipelinedModel,
+    reference: Any,
+    batch: Batch,
+    *,
+    what: str = "",
+    loss_fn: LossFunction | None = None,
+    **kwargs: Any,
+) -> None:
     """One training step and one evaluation equal those of the whole model."""
-    loss, gradients = single(reference, batch, **kwargs)
+    loss, gradients = single(reference, batch, loss_fn=loss_fn, **kwargs)
     model.zero_grad()
     out = model(**batch, use_cache=False, **kwargs)
     assert abs(float(out.loss.detach() - loss)) < LOSS, f"{what} loss {float(out.loss.detach()) - float(loss):.1e}"
