@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_swift.strategies.fsdp import FSDPBF16Strategy
     from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
     from lightning_swift.strategies.zero import ZeROStrategy
+    from lightning_swift.strategies.zero_qlora import ZeRO3QLoRAStrategy
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "LoraSettings",
     "SwiftError",
     "TensorPipelineStrategy",
+    "ZeRO3QLoRAStrategy",
     "ZeROStrategy",
     "lazy_pretrained",
 ]
@@ -44,6 +46,7 @@ _HOME = {
     "LoraSettings": "adapters.settings",
     "SwiftError": "errors",
     "TensorPipelineStrategy": "strategies.tensor_pipeline",
+    "ZeRO3QLoRAStrategy": "strategies.zero_qlora",
     "ZeROStrategy": "strategies.zero",
     "lazy_pretrained": "models.lazy",
 }

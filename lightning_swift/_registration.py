@@ -57,6 +57,11 @@ _NAMES: dict[str, tuple[str, str, str]] = {
         "ZeROStrategy",
         "DeepSpeed ZeRO-3 with BF16 compute; parameters and optimizer state lie in host memory",
     ),
+    "swift_zero3_qlora": (
+        "lightning_swift.strategies.zero_qlora",
+        "ZeRO3QLoRAStrategy",
+        "DeepSpeed ZeRO-3 with LoRA adapters on 4-bit weights",
+    ),
 }
 
 # What a name stands for besides its class.

@@ -36,6 +36,7 @@ from lightning_swift.strategies._zero_config import (
 )
 from lightning_swift.strategies._zero_engine import choose_accelerator, inference_config, start_engine
 from lightning_swift.strategies._zero_loading import known_to_transformers, load_and_place, loading_config
+from lightning_swift.strategies._zero_ops import ops_for, prepare_ops
 from lightning_swift.strategies._zero_optimizer import (
     check_single,
     offloaded_adam,
@@ -156,6 +157,11 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         return False
 
     @property
+    def _optimizer_offload(self) -> str:
+        given = self._base["zero_optimization"].get("offload_optimizer") or {}
+        return self.options.offload_optimizer or str(given.get("device", "none"))
+
+    @property
     def _returns_memory(self) -> bool:
         # Elsewhere gathered parameters are not in host memory, or nothing is gathered.
         on_cpu = self.root_device.type == "cpu" and self.world_size > 1 and self.zero_stage_3
@@ -171,6 +177,7 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        prepare_ops(ops_for(device_type=self.root_device.type, offload=self._optimizer_offload))
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
@@ -219,12 +226,15 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         """The order of transforms. The model has been built, with or without weights."""
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-        report = apply_adapters(module, self.options.adapters, compute_dtype=self.options.policy.compute_dtype)
-        if report.injected:
-            rank_zero_info(f"{type(self).__name__}: {report}")
+        self._adapt(module)
         load_and_place(module, self._config, device=self.root_device, dtype=self.options.policy.compute_dtype)
         if self.activation_checkpointing is not None:
             apply_checkpointing(module, self.activation_checkpointing)
+
+    def _adapt(self, module: pl.LightningModule) -> None:
+        report = apply_adapters(module, self.options.adapters, compute_dtype=self.options.policy.compute_dtype)
+        if report.injected:
+            rank_zero_info(f"{type(self).__name__}: {report}")
 
     def _start_training(self, module: pl.LightningModule) -> None:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
@@ -280,7 +290,9 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
             clip=trainer.gradient_clip_val,
             on_gpu=self.root_device.type != "cpu",
         )
-        return complete_config(self._base, self.options, facts)
+        config = complete_config(self._base, self.options, facts)
+        config["zero_optimization"]["stage"] = self.stage
+        return config
 
 
 def _check_clipping(trainer: pl.Trainer) -> None:
