@@ -61,7 +61,7 @@ class DryRun:
         self._shrink_model(_init_args(config.get("model")))
         self._shrink_data(_init_args(config.get("data")))
         _shrink_trainer(config["trainer"])
-        _shrink_strategy(_init_args(config["trainer"].get("strategy")), config["trainer"]["devices"])
+        self._shrink_strategy(_init_args(config["trainer"].get("strategy")), config["trainer"]["devices"])
         config["trainer"]["default_root_dir"] = str(self._folder)
         for arguments in _writers(config["trainer"]):
             self._shrink_writer(arguments)
@@ -94,6 +94,19 @@ class DryRun:
         if "max_length" in arguments:
             _set(arguments, max_length=min(arguments["max_length"], _LENGTH), too_long="truncate")
             _set(arguments, batch_size=min(arguments["batch_size"], 2), num_workers=0, cache_dir=str(self._folder))
+
+    def _shrink_strategy(self, arguments: Any, devices: int) -> None:
+        if "data_parallel_replicate" in arguments:
+            copies = arguments["data_parallel_replicate"]
+            several = isinstance(copies, int) and copies > 1
+            _set(arguments, data_parallel_shard="auto", data_parallel_replicate=devices if several else 1)
+        if arguments.get("process_group_backend"):
+            arguments["process_group_backend"] = "gloo"
+        if arguments.get("compile"):
+            # Traces the blocks as every backend does, without needing a C++ compiler.
+            arguments["compile"] = "aot_eager"
+        if arguments.get("nvme_path"):
+            arguments["nvme_path"] = str(self._folder / "swap")
 
     def _shrink_writer(self, arguments: Any) -> None:
         for name in _WRITES:
@@ -139,18 +152,6 @@ def _few(devices: object) -> int:
     except ValueError:
         return _DEVICES
     return _DEVICES if number < 0 else min(number, _DEVICES)
-
-
-def _shrink_strategy(arguments: Any, devices: int) -> None:
-    if "data_parallel_replicate" in arguments:
-        copies = arguments["data_parallel_replicate"]
-        several = isinstance(copies, int) and copies > 1
-        _set(arguments, data_parallel_shard="auto", data_parallel_replicate=devices if several else 1)
-    if arguments.get("process_group_backend"):
-        arguments["process_group_backend"] = "gloo"
-    if arguments.get("compile"):
-        # Traces the blocks as every backend does, without needing a C++ compiler.
-        arguments["compile"] = "aot_eager"
 
 
 def _set(section: Any, **values: object) -> None:
