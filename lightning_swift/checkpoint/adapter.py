@@ -13,8 +13,7 @@ from lightning_swift.checkpoint.lora import only_adapter
 from lightning_swift.checkpoint.output import fresh_folder
 from lightning_swift.checkpoint.safe_load import hashing_meanwhile, verify
 from lightning_swift.checkpoint.safetensors_writer import OutputTensor, write_weights
-from lightning_swift.checkpoint.selection import WRAPPED, model_tensors
-from lightning_swift.checkpoint.stream import stream_tensor
+from lightning_swift.checkpoint.selection import WRAPPED, model_tensors, stored_weights, streaming
 from lightning_swift.errors import ExportError
 
 __all__ = ["ADAPTER_CONFIG", "write_adapter"]
@@ -43,10 +42,12 @@ def write_adapter(checkpoint: Path, output: Path, *, verify_hashes: bool = False
     adapter, config = only_adapter(manifest.adapters)
     if config.get("bias", "none") != "none":
         raise ExportError("an adapter with trained biases cannot be written.", where=adapter, fix="Merge it instead.")
+    # The adapter itself is always in the checkpoint.
+    stored = stored_weights(manifest, read_index(checkpoint), checkpoint, None)
     with fresh_folder(output) as folder, hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes):
         tensors = [
-            OutputTensor(own, tensor.dtype, tensor.shape, partial(stream_tensor, checkpoint, tensor))
-            for name, tensor in model_tensors(manifest, read_index(checkpoint), None).items()
+            OutputTensor(own, tensor.dtype, tensor.shape, partial(streaming(checkpoint), tensor))
+            for name, tensor in model_tensors(manifest, stored, None).items()
             if (own := _own_name(name, adapter)) is not None
         ]
         if not tensors:

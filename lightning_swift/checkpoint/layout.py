@@ -23,6 +23,9 @@ __all__ = [
     "META",
     "METADATA",
     "MODEL_PREFIX",
+    "BaseFile",
+    "BaseRecord",
+    "BaseTensor",
     "FileRecord",
     "Manifest",
     "RunRecord",
@@ -67,6 +70,38 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
+class BaseFile:
+    """Size in bytes of a file of a pretrained folder, and ``"sha256:..."`` or ``"crc32:..."`` of its content."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class BaseTensor:
+    """A tensor that is left to the pretrained folder: its name and shape there, and the model's dtype of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """The pretrained folder that the frozen weights of a model come from, where the checkpoint does not repeat them.
+
+    Args:
+        folder: Absolute path when the checkpoint was saved.
+        files: Its config and weight files, by name.
+        tensors: What is to be taken from it, by parameter name (without the ``model.`` section prefix).
+    """
+
+    folder: str
+    files: dict[str, BaseFile]
+    tensors: dict[str, BaseTensor]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds and how to tell that it is whole.
 
@@ -84,7 +119,9 @@ class Manifest:
         samples_seen: Training samples consumed by all ranks together, where the data module reports it.
         created: Time of the save, ISO 8601 in UTC.
         adapters: Adapter description (peft config), or None.
-        quantization: Description of a quantised base, or None.
+        quantization: Description of a quantised base, or None: ``kind`` (``"nf4"``, ``"fp4"``, ``"int8"``), how it is
+            made (``double_quant``, ``blocksize``, ``dtype``), and ``layers``: shapes of the quantised weights by name.
+        base: The folder that holds the frozen weights, where they are not in the checkpoint.
     """
 
     run: RunRecord
@@ -101,6 +138,7 @@ class Manifest:
     versions: dict[str, str]
     adapters: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
+    base: BaseRecord | None = None
     format_version: int = field(default=FORMAT_VERSION)
 
     def to_json(self) -> str:
@@ -127,6 +165,7 @@ class Manifest:
                 name: TensorRecord(shape=tuple(record["shape"]), dtype=record["dtype"])
                 for name, record in raw["tensors"].items()
             }
+            raw["base"] = _base_record(raw.get("base"))
             manifest = cls(**raw)
             _check_types(manifest)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -136,6 +175,20 @@ class Manifest:
                 fix="Use another checkpoint of the run.",
             ) from error
         return manifest
+
+
+def _base_record(raw: Any) -> BaseRecord | None:
+    if raw is None:
+        return None
+    files = {name: BaseFile(**record) for name, record in raw["files"].items()}
+    tensors = {
+        name: BaseTensor(name=record["name"], shape=tuple(record["shape"]), dtype=record["dtype"])
+        for name, record in raw["tensors"].items()
+    }
+    for name in files:
+        if not _NAME.fullmatch(name) or name in {".", ".."}:
+            raise ValueError(f"{name!r} is no plain name of a file")
+    return BaseRecord(folder=raw["folder"], files=files, tensors=tensors)
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -170,11 +223,20 @@ def _check_types(manifest: Manifest) -> None:
     numbers = [manifest.global_step, *manifest.mesh.values(), *(record.size for record in manifest.files.values())]
     numbers += [length for record in manifest.tensors.values() for length in record.shape]
     numbers += [] if manifest.samples_seen is None else [manifest.samples_seen]
+    if manifest.base is not None:
+        texts += [manifest.base.folder, *(file.digest for file in manifest.base.files.values())]
+        texts += [text for tensor in manifest.base.tensors.values() for text in (tensor.name, tensor.dtype)]
+        numbers += [file.size for file in manifest.base.files.values()]
+        numbers += [length for tensor in manifest.base.tensors.values() for length in tensor.shape]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a text is not a text")
     # bool is an int to Python, not to a reader of the manifest.
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise TypeError("a number is not a natural number")
+    if manifest.quantization is not None:
+        layers = manifest.quantization["layers"]
+        texts += [manifest.quantization["kind"], manifest.quantization["dtype"], *layers]
+        numbers += [length for shape in layers.values() for length in shape]
     optional = (manifest.adapters, manifest.quantization)
     if type(manifest.weights_only) is not bool or not all(isinstance(part, dict | None) for part in optional):
         raise TypeError("a flag or a description has the wrong type")

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_swift.checkpoint.casting import as_float64, from_float64
-from lightning_swift.checkpoint.distcp import TensorEntry
 from lightning_swift.checkpoint.dtypes import FLOATS, ITEM_SIZES, Block
+from lightning_swift.checkpoint.selection import Weight
 from lightning_swift.errors import ExportError
 
 __all__ = ["AdaptedWeight", "adapted_weights", "only_adapter"]
@@ -30,8 +30,7 @@ _UNSUPPORTED = (
 )
 _STRIP_ELEMENTS = 1 << 17
 
-Read = Callable[[TensorEntry], Block]
-Stream = Callable[[TensorEntry], Iterable[Block]]
+Stream = Callable[[Weight], Iterable[Block]]
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,20 @@ class AdaptedWeight:
         magnitude: DoRA's norms of shape ``[out]``, or None.
     """
 
-    base: TensorEntry
-    a: TensorEntry | None = None
-    b: TensorEntry | None = None
+    base: Weight
+    a: Weight | None = None
+    b: Weight | None = None
     scale: float = 0.0
     transposed: bool = False
-    magnitude: TensorEntry | None = None
+    magnitude: Weight | None = None
 
-    def blocks(self, stream: Stream, read: Read, target: str) -> Iterator[Block]:
+    def blocks(self, stream: Stream, target: str) -> Iterator[Block]:
         """The merged weight in ``target`` dtype, a strip of rows at a time; each block is valid until the next."""
         if self.a is None or self.b is None:
             raise ValueError("this weight has no adapter")
-        a, b = (_matrix(read, factor) for factor in (self.a, self.b))
+        a, b = (_values(stream, factor).reshape(factor.shape) for factor in (self.a, self.b))
         left, right = (a.T, b.T) if self.transposed else (b, a)
-        norms = None if self.magnitude is None else as_float64(read(self.magnitude), self.magnitude.dtype)
+        norms = None if self.magnitude is None else _values(stream, self.magnitude)
         rows, columns = self.base.shape
         step = max(1, _STRIP_ELEMENTS // max(1, columns))
         row_bytes = columns * ITEM_SIZES[self.base.dtype]
@@ -86,7 +85,7 @@ def only_adapter(adapters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return name, config
 
 
-def adapted_weights(tensors: Mapping[str, TensorEntry], adapters: Mapping[str, Any]) -> dict[str, AdaptedWeight]:
+def adapted_weights(tensors: Mapping[str, Weight], adapters: Mapping[str, Any]) -> dict[str, AdaptedWeight]:
     """The weights of the merged model by its own names.
 
     Args:
@@ -99,7 +98,7 @@ def adapted_weights(tensors: Mapping[str, TensorEntry], adapters: Mapping[str, A
     adapter, config = only_adapter(adapters)
     _refuse_unknown(config, adapter)
     merged: dict[str, AdaptedWeight] = {}
-    factors: dict[str, dict[str, TensorEntry]] = {}
+    factors: dict[str, dict[str, Weight]] = {}
     for name, tensor in tensors.items():
         module, part = _split(name, adapter)
         if part is None:
@@ -148,9 +147,7 @@ def _refuse_unknown(config: Mapping[str, Any], adapter: str) -> None:
             raise ExportError(f"merging LoRA with {option} is not supported.", where=adapter, fix=_FIX)
 
 
-def _adapt(
-    module: str, base: TensorEntry, parts: Mapping[str, TensorEntry], config: Mapping[str, Any]
-) -> AdaptedWeight:
+def _adapt(module: str, base: Weight, parts: Mapping[str, Weight], config: Mapping[str, Any]) -> AdaptedWeight:
     embedding = "embedding_a" in parts
     a, b = parts.get("embedding_a" if embedding else "a"), parts.get("embedding_b" if embedding else "b")
     transposed = embedding or bool(config.get("fan_in_fan_out"))
@@ -173,8 +170,8 @@ def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
-def _matrix(read: Read, tensor: TensorEntry) -> NDArray[np.float64]:
-    return as_float64(read(tensor), tensor.dtype).reshape(tensor.shape)
+def _values(stream: Stream, tensor: Weight) -> NDArray[np.float64]:
+    return as_float64(b"".join(map(bytes, stream(tensor))), tensor.dtype)
 
 
 def _regroup(blocks: Iterable[Block], size: int) -> Iterator[Block]:

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_swift.checkpoint.distcp import CheckpointIndex, TensorEntry, read_index
+from lightning_swift.checkpoint.base import verified_base
+from lightning_swift.checkpoint.distcp import read_index
 from lightning_swift.checkpoint.dtypes import FLOATS, Block
 from lightning_swift.checkpoint.faults import faultpoint
 from lightning_swift.checkpoint.huggingface_files import copy_companions, read_config, write_config
@@ -23,9 +24,8 @@ from lightning_swift.checkpoint.layout import Manifest
 from lightning_swift.checkpoint.output import POINT_BEFORE_COMMIT, fresh_folder
 from lightning_swift.checkpoint.safe_load import hashing_meanwhile, verify
 from lightning_swift.checkpoint.safetensors_writer import OutputTensor, parse_size, write_weights
-from lightning_swift.checkpoint.selection import is_untied, model_tensors
-from lightning_swift.checkpoint.stream import read_tensor, stream_tensor
-from lightning_swift.errors import ConfigurationError, ExportError
+from lightning_swift.checkpoint.selection import Weight, is_untied, model_tensors, stored_weights, streaming
+from lightning_swift.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_swift.checkpoint.lora import AdaptedWeight
@@ -73,11 +73,13 @@ def merge_checkpoint(
     max_shard_size: str = "5GB",
     verify_hashes: bool = False,
     overwrite: bool = False,
+    base: Path | None = None,
 ) -> MergeReport:
     """Write the weights of ``checkpoint`` as safetensors, with the config and tokenizer files that belong to them.
 
     The Hugging Face model of the checkpoint is written under its own names; a module that holds none is written whole
-    to ``model.safetensors``. LoRA adapters are merged into the weights. Optimizer state is left out.
+    to ``model.safetensors``. LoRA adapters are merged into the weights. Optimizer state is left out. A quantised base
+    is de-quantised, layer by layer, before adapters are added; only that needs torch and bitsandbytes.
 
     Args:
         checkpoint: A checkpoint directory.
@@ -87,22 +89,25 @@ def merge_checkpoint(
         verify_hashes: Compare the SHA-256 of every file of the checkpoint. Without it a changed byte is found where it
             would reach the output (CRC-32), but not in optimizer state, which is not read.
         overwrite: Replace an earlier export or merge (a folder of such files alone) once the new one is whole.
+        base: Where the pretrained folder lies now, for a checkpoint that leaves its frozen weights to it and whose
+            folder has moved. Its files are compared with those of the training run.
 
     Raises:
-        CheckpointError: The checkpoint is not whole, or unsafe.
+        CheckpointError: The checkpoint is not whole, or unsafe; the pretrained folder is gone or has changed.
         ConfigurationError: ``dtype`` or ``max_shard_size`` is not allowed.
         ExportError: The output exists or lies in a checkpoint, or the model cannot be written this way.
     """
     _check_dtype(dtype)
     limit = parse_size(max_shard_size)
     manifest = verify(checkpoint, hashes=False)
-    _refuse_quantized(checkpoint, manifest)
+    folder_of_base = None if manifest.base is None else verified_base(manifest.base, base)
     with (
         fresh_folder(output, sync=False, overwrite=overwrite) as folder,
         hashing_meanwhile(checkpoint, manifest, enabled=verify_hashes),
     ):
         config = read_config(checkpoint, manifest)
-        tensors = _outputs(manifest, read_index(checkpoint), config, checkpoint, dtype)
+        stored = stored_weights(manifest, read_index(checkpoint), checkpoint, folder_of_base)
+        tensors = _outputs(manifest, stored, config, checkpoint, dtype)
         ties = manifest.tied if config is None else None
         files = write_weights(folder, tensors, max_shard_size=limit, metadata=ties)
         faultpoint(POINT_BEFORE_CONFIG)
@@ -126,23 +131,14 @@ def _check_dtype(dtype: str | None) -> None:
         raise ConfigurationError(f"{dtype!r} is not one of {', '.join(get_args(MergeDType))}.", where="dtype")
 
 
-def _refuse_quantized(checkpoint: Path, manifest: Manifest) -> None:
-    if manifest.quantization is not None:
-        raise ExportError(
-            "merging a checkpoint with a quantised base is not supported.",
-            where=str(checkpoint),
-            fix="Export the adapter instead (--format adapter).",
-        )
-
-
 def _outputs(
     manifest: Manifest,
-    index: CheckpointIndex,
+    stored: Mapping[str, Weight],
     config: Mapping[str, Any] | None,
     checkpoint: Path,
     dtype: str | None,
 ) -> list[OutputTensor]:
-    tensors = model_tensors(manifest, index, config)
+    tensors = model_tensors(manifest, stored, config)
     if manifest.adapters is None:
         return [_plain(name, tensor, checkpoint, dtype) for name, tensor in tensors.items()]
     from lightning_swift.checkpoint.lora import adapted_weights
@@ -154,24 +150,24 @@ def _outputs(
     ]
 
 
-def _plain(name: str, tensor: TensorEntry, checkpoint: Path, dtype: str | None) -> OutputTensor:
+def _plain(name: str, tensor: Weight, checkpoint: Path, dtype: str | None) -> OutputTensor:
     target = _target(tensor, dtype)
     return OutputTensor(name, target, tensor.shape, partial(_blocks, checkpoint, tensor, target))
 
 
 def _adapted(name: str, weight: AdaptedWeight, checkpoint: Path, dtype: str | None) -> OutputTensor:
     target = _target(weight.base, dtype)
-    stream, read = partial(stream_tensor, checkpoint), partial(read_tensor, checkpoint)
-    return OutputTensor(name, target, weight.base.shape, partial(weight.blocks, stream, read, target))
+    return OutputTensor(name, target, weight.base.shape, partial(weight.blocks, streaming(checkpoint), target))
 
 
-def _target(tensor: TensorEntry, dtype: str | None) -> str:
-    return dtype if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
+def _target(tensor: Weight, dtype: str | None) -> str:
+    # A quantised weight is streamed in float32, whatever the model is in.
+    return dtype if dtype is not None and tensor.dtype in FLOATS else getattr(tensor, "kept", tensor.dtype)
 
 
-def _blocks(checkpoint: Path, tensor: TensorEntry, target: str) -> Iterable[Block]:
+def _blocks(checkpoint: Path, tensor: Weight, target: str) -> Iterable[Block]:
     faultpoint(POINT_TENSOR)
-    blocks: Iterable[Block] = stream_tensor(checkpoint, tensor)
+    blocks = streaming(checkpoint)(tensor)
     if target == tensor.dtype:
         return blocks
     from lightning_swift.checkpoint.casting import Caster

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from lightning_swift.checkpoint.base import BaseEntry, base_entries
 from lightning_swift.checkpoint.distcp import CheckpointIndex, TensorEntry
+from lightning_swift.checkpoint.dtypes import Block
 from lightning_swift.checkpoint.layout import MODEL_PREFIX, Manifest
+from lightning_swift.checkpoint.stream import stream_tensor
 from lightning_swift.errors import CheckpointCorruptError, ExportError
 
-__all__ = ["WRAPPED", "is_untied", "model_tensors"]
+if TYPE_CHECKING:
+    from lightning_swift.checkpoint.quantised import DequantisedEntry
 
+__all__ = ["WRAPPED", "Weight", "is_untied", "model_tensors", "stored_weights", "streaming"]
+
+Weight: TypeAlias = "TensorEntry | BaseEntry | DequantisedEntry"
+"""A tensor of the checkpoint, of the pretrained folder beneath it, or a quantised one as its matrix."""
 
 WRAPPED = "base_model.model."
 """What peft puts before the names of the model that it wraps."""
 
 
+def stored_weights(
+    manifest: Manifest, index: CheckpointIndex, checkpoint: Path, base: Path | None
+) -> dict[str, Weight]:
+    """Every tensor of the LightningModule by its name there, none of them packed.
+
+    Args:
+        manifest: Of the checkpoint.
+        index: Of the checkpoint.
+        checkpoint: The directory.
+        base: The verified pretrained folder, if the manifest names one.
+    """
+    weights: dict[str, TensorEntry | BaseEntry] = {
+        key.removeprefix(MODEL_PREFIX): tensor for key, tensor in index.tensors.items() if key.startswith(MODEL_PREFIX)
+    }
+    if manifest.base is not None and base is not None:
+        weights |= base_entries(manifest.base, base)
+    if manifest.quantization is None:
+        return {**weights}
+    from lightning_swift.checkpoint.quantised import dequantised
+
+    return dequantised(weights, manifest.quantization, checkpoint)
+
+
+def streaming(checkpoint: Path) -> Callable[[Weight], Iterable[Block]]:
+    """How to read any weight of ``checkpoint`` block by block."""
+
+    def stream(weight: Weight) -> Iterable[Block]:
+        return stream_tensor(checkpoint, weight) if isinstance(weight, TensorEntry) else weight.stream()
+
+    return stream
+
+
 def model_tensors(
-    manifest: Manifest, index: CheckpointIndex, config: Mapping[str, Any] | None
-) -> dict[str, TensorEntry]:
+    manifest: Manifest, stored: Mapping[str, Weight], config: Mapping[str, Any] | None
+) -> dict[str, Weight]:
     """The tensors of the Hugging Face model by its own names; of the whole LightningModule where there is none.
 
     A tied name whose tensor is stored under another name of the model is left out, as ``save_pretrained`` does; it is
@@ -27,15 +68,12 @@ def model_tensors(
 
     Args:
         manifest: Of the checkpoint.
-        index: Of the checkpoint.
+        stored: From :func:`stored_weights`.
         config: The Hugging Face config, None where there is no Hugging Face model.
 
     Raises:
         ExportError: The checkpoint holds no tensor of the model.
     """
-    stored = {
-        key.removeprefix(MODEL_PREFIX): tensor for key, tensor in index.tensors.items() if key.startswith(MODEL_PREFIX)
-    }
     kept = {name: tensor for name, tensor in stored.items() if name not in manifest.tied}
     tied = _declares_tie(config)
     inside = _Inside(manifest)
@@ -43,6 +81,8 @@ def model_tensors(
     for alias, canonical in manifest.tied.items():
         inner = inside(alias)
         if inner is None or (tied and inside(canonical) is not None and not _parted(alias, canonical)):
+            continue
+        if canonical not in kept and manifest.base is not None and canonical in manifest.base.tensors:
             continue
         if canonical not in kept:
             raise CheckpointCorruptError(f"{alias} is tied to {canonical}, which is not stored.", where="manifest.json")

@@ -31,6 +31,7 @@ from lightning_swift.checkpoint.layout import (
     HUGGINGFACE,
     META,
     METADATA,
+    BaseRecord,
     FileRecord,
     Manifest,
     RunRecord,
@@ -60,6 +61,7 @@ class Description:
     samples_seen: int | None = None
     adapters: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
+    base: BaseRecord | None = None
 
 
 @dataclass(frozen=True)

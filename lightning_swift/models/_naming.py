@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import Tensor
 from lightning_swift.errors import ModelError
 from lightning_swift.models._folder import FolderTensor
 
-__all__ = ["listed", "match_names"]
+__all__ = ["folder_names", "listed", "match_names", "unwrapped"]
 
 # Names shown in an error before the rest is only counted.
 _SHOWN = 8
+# What checkpointing, torch.compile and peft put into the names of the parameters they wrap.
+_WRAPPERS = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod|base_layer|original_module|modules_to_save\.[^.]+)\.")
 
 
 def match_names(model: Any, tensors: Mapping[str, FolderTensor], folder: Path) -> dict[str, FolderTensor]:
@@ -46,7 +49,24 @@ def match_names(model: Any, tensors: Mapping[str, FolderTensor], folder: Path) -
     return found
 
 
-def _renaming(model: Any, wanted: Mapping[str, Tensor]) -> Callable[[str], str]:
+def unwrapped(name: str) -> str:
+    """A parameter's name in the plain model, from its name in one that is wrapped for adapters or compiled."""
+    return _WRAPPERS.sub("", name)
+
+
+def folder_names(model: Any, names: Iterable[str], tensors: Mapping[str, FolderTensor]) -> dict[str, FolderTensor]:
+    """The tensors of a folder by the names that ``model`` has for them.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        names: Its names, as :func:`unwrapped` gives them.
+        tensors: By their names in the folder.
+    """
+    rename = _renaming(model, dict.fromkeys(names))
+    return {rename(name): tensor for name, tensor in tensors.items()}
+
+
+def _renaming(model: Any, wanted: Mapping[str, Any]) -> Callable[[str], str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 

@@ -24,7 +24,9 @@ from lightning_swift.checkpoint.safe_load import check_hashes, verify
 from lightning_swift.checkpoint.sharded import Description, load_into, load_meta, read_index, save
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_swift.strategies._checkpoint_base import PretrainedBase
 from lightning_swift.strategies._checkpoint_file import load_file
+from lightning_swift.strategies._checkpoint_frozen import SaveFrozen
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, find_model, tokenizer_of
 from lightning_swift.strategies._checkpoint_meta import readable_meta
 from lightning_swift.strategies._checkpoint_state import (
@@ -34,6 +36,7 @@ from lightning_swift.strategies._checkpoint_state import (
     clean,
     model_state,
     optimizer_state,
+    parameter_names,
     tied_names,
     without_aliases,
 )
@@ -65,10 +68,13 @@ class ShardedCheckpointing(ParallelStrategy):
       :mod:`~lightning_swift.strategies._checkpoint_state` forms them. Values are tensors, DTensors, or
       :class:`~lightning_swift.checkpoint.pieces.Pieces` for parts of a flat buffer.
     * ``_load_request(optimizers, stored, manifest)``: the counterpart, an object with ``state`` and ``install``.
+    * ``_trained_names()``: saved names of the parameters that an optimizer has state for.
     * ``_load_file(path)``: the same for an ordinary checkpoint file of Lightning.
     """
 
+    save_frozen: SaveFrozen = "auto"
     _run: RunRecord | None = None
+    _base_of: tuple[pl.LightningModule, PretrainedBase] | None = None
 
     @property
     @override
@@ -124,6 +130,16 @@ class ShardedCheckpointing(ParallelStrategy):
         """What is saved of an optimizer on this rank."""
         return optimizer_state(self._module, optimizer, rename=self._saved_name)
 
+    def _trained_names(self) -> set[str]:
+        """Saved names of the parameters that were changed by an optimizer, frozen since or not."""
+        names = parameter_names(self._module, rename=self._saved_name)
+        return {names[p] for optimizer in self.optimizers for p in optimizer.state if optimizer.state[p] and p in names}
+
+    def _pretrained(self) -> PretrainedBase:
+        if self._base_of is None or self._base_of[0] is not self._module:
+            self._base_of = (self._module, PretrainedBase(self._module, self._saved_model(), self._saved_name))
+        return self._base_of[1]
+
     def _load_request(self, optimizers: Sequence[Optimizer], stored: Index, manifest: Manifest) -> LoadRequest:
         """What this rank wants of a checkpoint."""
         return Request(self._module, optimizers, stored, manifest.tied, rename=self._saved_name)
@@ -154,6 +170,7 @@ class ShardedCheckpointing(ParallelStrategy):
         weights = {self._saved_name(name): value for name, value in rest.pop("state_dict").items()}
         optimizers = rest.pop("optimizer_states", None)
         kept, tied = without_aliases(weights, self._tied_names())
+        kept, base = self._pretrained().leave_out(kept, self._trained_names(), self.save_frozen)
         run = self._run_record()
         meta: dict[str, Any] = {}
         with Together(ranks, "checking the state", path) as step:
@@ -176,6 +193,8 @@ class ShardedCheckpointing(ParallelStrategy):
                 huggingface=None if model is None else model.path,
                 adapters=None if model is None else model.adapters,
                 weights_only=optimizers is None,
+                quantization=self._pretrained().quantization,
+                base=base,
             ),
             extra_files=None if model is None else lambda d: model.write_files(d, tokenizer_of(module)),
         )
@@ -253,7 +272,9 @@ class ShardedCheckpointing(ParallelStrategy):
         strict = self._module.strict_loading
         with Together(Ranks.current(), "preparing to load", source):
             request = self._load_request(optimizers, read_index(source), manifest)
+            left_out = self._pretrained().before_loading(manifest, request.state)
         report = load_into(source, request.state, strict=strict, ignore=None if optimizers else _of_optimizer)
+        self._pretrained().fill(manifest, left_out)
         request.install(frozenset(report.loaded))
         if report.missing or report.unexpected:
             rank_zero_info(

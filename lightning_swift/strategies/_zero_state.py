@@ -60,6 +60,11 @@ class ZeroCheckpointing(ShardedCheckpointing):
         return zero_optimizer_state(self._module, self._partitions, rename=self._saved_name)
 
     @override
+    def _trained_names(self) -> set[str]:
+        names = parameter_names(self._module, rename=self._saved_name)
+        return {names[parameter] for members in self._partitions.members for parameter in members}
+
+    @override
     def _load_request(self, optimizers: Sequence[Optimizer], stored: Index, manifest: Manifest) -> LoadRequest:
         partitions = self._partitions
         return ZeroRequest(

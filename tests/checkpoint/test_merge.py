@@ -186,8 +186,8 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
             merge_checkpoint(checkpoint, tmp_path / output)
     with pytest.raises(ConfigurationError, match="dtype"):
         merge_checkpoint(checkpoint, tmp_path / "out", dtype="int8")  # type: ignore[arg-type]
-    edit_manifest(checkpoint, quantization={"kind": "nf4"})
-    with pytest.raises(ExportError, match="quantised"):
+    edit_manifest(checkpoint, quantization={"kind": "gptq", "dtype": "bfloat16", "layers": {"weight": [6, 4]}})
+    with pytest.raises(ExportError, match="quantised as 'gptq'"):
         merge_checkpoint(checkpoint, tmp_path / "out")
     edit_manifest(checkpoint, quantization=None, huggingface="absent")
     with pytest.raises(ExportError, match="no weights"):
