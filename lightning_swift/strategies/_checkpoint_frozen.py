@@ -44,16 +44,17 @@ class _Source:
     tensors: dict[str, FolderTensor]
 
 
-def check_save_frozen(value: object) -> None:
-    """Refuse anything but the values of :data:`SaveFrozen`.
+def check_save_frozen(value: SaveFrozen) -> SaveFrozen:
+    """``value`` if it is one of :data:`SaveFrozen`.
 
     Raises:
-        ConfigurationError: As said.
+        ConfigurationError: It is not.
     """
     if not (isinstance(value, bool) or value == "auto"):
         raise ConfigurationError(
-            f"save_frozen={value!r} is not true, false or 'auto'.", where="save_frozen", fix="Leave it out for 'auto'."
+            f'save_frozen={value!r} is not true, false or "auto".', where="save_frozen", fix="Leave it out for auto."
         )
+    return value
 
 
 class FrozenWeights:

@@ -29,6 +29,7 @@ from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_
 from lightning_swift.parallel.dtypes import PrecisionName, PrecisionPolicy, cast_parameters, check_masters
 from lightning_swift.parallel.gradients import total_norm
 from lightning_swift.parallel.mesh import MeshSizes, build_mesh
+from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
 from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 from lightning_swift.strategies._compression import Compression, CompressionSettings, register_compression
 from lightning_swift.strategies._ddp_precision import DDPPrecision
@@ -69,6 +70,9 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
         compile: Backend for ``torch.compile`` of each block (``"inductor"``, ``"aot_eager"``), or None.
         block_classes: Names of the classes to compile one by one, where the repeated blocks that are found
             automatically are not the right ones.
+        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"`` leaves
+            them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
+            merging and exporting need it. Whatever is not in the folder as it is in memory is saved in any case.
         process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
         timeout: Seconds after which a collective that not all ranks have joined is an error.
 
@@ -102,9 +106,11 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
         accumulate_without_sync: bool = True,
         compile: str | None = None,
         block_classes: list[str] | None = None,
+        save_frozen: SaveFrozen = "auto",
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
     ) -> None:
+        self.save_frozen = check_save_frozen(save_frozen)
         self.adapters = AdapterSettings(lora, quantization, double_quant)
         self.compression = CompressionSettings(compression, powersgd_rank, powersgd_start)
         self.policy = _policy(precision, self.compression)

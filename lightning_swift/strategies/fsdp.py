@@ -7,6 +7,7 @@ from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory
 from lightning_swift.parallel.mesh import AxisSize
 from lightning_swift.parallel.sharding import Reshard
+from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
 from lightning_swift.strategies._mesh import MeshStrategy
 from lightning_swift.strategies._options import MeshOptions
 
@@ -39,6 +40,9 @@ class FSDPBF16Strategy(MeshStrategy):
         compile: Backend for ``torch.compile`` of each block (``"inductor"``, ``"aot_eager"``), or None.
         block_classes: Names of the classes to gather and compile one by one, where the repeated blocks that are
             found automatically are not the right ones.
+        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"`` leaves
+            them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
+            merging and exporting need it. Whatever is not in the folder as it is in memory is saved in any case.
         process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
         timeout: Seconds after which a collective that not all ranks have joined is an error.
         lora: Adapters to put into the Hugging Face model of the module; nothing else is trained then, and the frozen
@@ -68,7 +72,9 @@ class FSDPBF16Strategy(MeshStrategy):
         timeout: float = 1800.0,
         lora: LoraSettings | None = None,
         quantization: Quantization | None = None,
+        save_frozen: SaveFrozen = "auto",
     ) -> None:
+        self.save_frozen = check_save_frozen(save_frozen)
         super().__init__(
             MeshOptions(
                 precision=precision,

@@ -25,6 +25,7 @@ from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory
+from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
 from lightning_swift.strategies._precision import agree
 from lightning_swift.strategies._zero_config import (
     DeepSpeedConfig,
@@ -65,6 +66,9 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         stage: What is cut up; 3 if neither this nor ``config`` says it.
         precision: ``"bf16-mixed"``: parameters in BF16, FP32 master weights and moments in the optimizer.
             ``"bf16-true"``: master weights and moments in BF16 too. ``"32-true"``: everything in FP32.
+        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"`` leaves
+            them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
+            merging and exporting need it. Whatever is not in the folder as it is in memory is saved in any case.
     """
 
     loads_lazy_weights = True
@@ -89,11 +93,13 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         lora: LoraSettings | None = None,
         quantization: Quantization | None = None,
         double_quant: bool = True,
+        save_frozen: SaveFrozen = "auto",
         return_freed_memory: ReturnMemory = "auto",
         config: str | dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
     ) -> None:
+        self.save_frozen = check_save_frozen(save_frozen)
         self.options = ZeROOptions(
             precision=precision,
             stage=stage,
