@@ -92,9 +92,10 @@ def train(module: L.LightningModule, strategy: Any = "auto", **kwargs: Any) -> N
         "log_every_n_steps": 1,
         "num_sanity_val_steps": 1,
     }
+    path = kwargs.pop("ckpt_path", None)
     callbacks = [observer, *kwargs.pop("callbacks", [])]
     trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, **{**settings, **kwargs})
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=path)
     return observer.numbers
 
 

@@ -92,6 +92,8 @@ def bfloat16_on_four_ranks(expected: Numbers) -> None:
         strategy = TensorPipelineStrategy(**options)
         found = train(module := FullModule("llama", layers=LAYERS), strategy)
         assert {p.dtype for p in module.parameters()} == {torch.float32}
-        # bfloat16 has 8 bits: losses near 5.5 are right to 0.4 %, and so are norms.
-        for a, b in zip(found.flat(), expected.flat(), strict=True):
-            assert a == pytest.approx(b, rel=1e-2), options
+        # bfloat16 has 8 bits, which blurs a loss of 5.5 by less than a thousandth on average, and a norm of squares of
+        # small numbers by a hundredth; four steps of AdamW treble that.
+        assert found.losses == pytest.approx(expected.losses, abs=3e-3), options
+        assert found.norms == pytest.approx(expected.norms, rel=3e-2), options
+        assert found.validation == pytest.approx(expected.validation, abs=3e-3), options
