@@ -160,7 +160,8 @@ def _find_model(module: nn.Module) -> tuple[str, list[tuple[nn.Module, str, Any]
         (f"{prefix}.{name}".strip("."), owner, name, child)
         for prefix, owner in module.named_modules()
         if not isinstance(owner, PreTrainedModel)
-        for name, child in owner.named_children()
+        # named_children would name one module once.
+        for name, child in owner._modules.items()
         if isinstance(child, PreTrainedModel)
     ]
     inside = {id(part) for *_, child in places for part in child.modules() if part is not child}

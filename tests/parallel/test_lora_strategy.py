@@ -55,7 +55,7 @@ class Reentrant(UserModule):
     def configure_model(self) -> None:
         if self.model is None:
             super().configure_model()
-            self.model.gradient_checkpointing_enable({"use_reentrant": self.reentrant})
+            self.model.activation_checkpointing_enable({"use_reentrant": self.reentrant})
 
 
 @ranks(2)
