@@ -70,8 +70,8 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
         compile: Backend for ``torch.compile`` of each block (``"inductor"``, ``"aot_eager"``), or None.
         block_classes: Names of the classes to compile one by one, where the repeated blocks that are found
             automatically are not the right ones.
-        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"`` leaves
-            them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
+        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"``
+            leaves them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
             merging and exporting need it. Whatever is not in the folder as it is in memory is saved in any case.
         process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
         timeout: Seconds after which a collective that not all ranks have joined is an error.

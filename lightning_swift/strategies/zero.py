@@ -66,8 +66,8 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         stage: What is cut up; 3 if neither this nor ``config`` says it.
         precision: ``"bf16-mixed"``: parameters in BF16, FP32 master weights and moments in the optimizer.
             ``"bf16-true"``: master weights and moments in BF16 too. ``"32-true"``: everything in FP32.
-        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"`` leaves
-            them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
+        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"``
+            leaves them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
             merging and exporting need it. Whatever is not in the folder as it is in memory is saved in any case.
     """
 
@@ -248,7 +248,7 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         keep_trainable(optimizer)
         optimizer = self._suited(optimizer)
         self.model, wrapped = start_engine(module, self._config, optimizer=optimizer, local_rank=self.local_rank)
-        self.model.set_gradient_accumulation_boundary(True)
+        self._engine.set_gradient_accumulation_boundary(True)
         self.optimizers = [wrapped]
         self.lr_scheduler_configs = schedulers
         rank_zero_info(f"{type(self).__name__}: stage {self.stage}, {self.options.policy}")
@@ -268,11 +268,11 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
-        self.model.set_gradient_accumulation_boundary(False)
+        self._engine.set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
-            self.model.set_gradient_accumulation_boundary(True)
+            self._engine.set_gradient_accumulation_boundary(True)
 
     def scale_gradients(self, factor: float) -> None:
         """Have the coming optimizer step see every gradient multiplied by ``factor``, clipping included."""
@@ -282,6 +282,10 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         """What the gradients of this step are to be multiplied by; 1 for the steps after it."""
         factor, self._gradient_factor = self._gradient_factor, 1.0
         return factor
+
+    @property
+    def _engine(self) -> Any:
+        return self.model
 
     @property
     def _config(self) -> DeepSpeedConfig:

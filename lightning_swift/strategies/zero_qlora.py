@@ -13,7 +13,7 @@ from lightning_swift.adapters.quantise import element_count, is_quantised
 from lightning_swift.adapters.settings import LoraSettings, Quantization
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.dtypes import PrecisionName
-from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
+from lightning_swift.strategies._checkpoint_frozen import SaveFrozen
 from lightning_swift.strategies._zero_options import OptimizerOffload, ParamOffload
 from lightning_swift.strategies.zero import ZeROStrategy
 
@@ -53,8 +53,8 @@ class ZeRO3QLoRAStrategy(ZeROStrategy):
         precision: As for :class:`ZeROStrategy`.
         offload_optimizer: ``"auto"``, ``"none"`` or ``"cpu"``.
         offload_params: ``"auto"``, ``"none"`` or ``"cpu"``.
-        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"`` leaves
-            them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
+        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"``
+            leaves them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
             merging and exporting need it. Whatever is not in the folder as it is in memory is saved in any case.
         config: A DeepSpeed configuration to start from, as for :class:`ZeROStrategy`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
