@@ -100,6 +100,8 @@ class DryRun:
             copies = arguments["data_parallel_replicate"]
             several = isinstance(copies, int) and copies > 1
             _set(arguments, data_parallel_shard="auto", data_parallel_replicate=devices if several else 1)
+        if "pipeline_parallel_size" in arguments:
+            _shrink_pipeline(arguments, devices)
         if arguments.get("process_group_backend"):
             arguments["process_group_backend"] = "gloo"
         if arguments.get("compile"):
@@ -152,6 +154,16 @@ def _few(devices: object) -> int:
     except ValueError:
         return _DEVICES
     return _DEVICES if number < 0 else min(number, _DEVICES)
+
+
+def _shrink_pipeline(arguments: Any, devices: int) -> None:
+    """A pipeline of all devices if the recipe has one, else layers cut over all of them."""
+    stages = devices if arguments["pipeline_parallel_size"] != 1 else 1
+    _set(arguments, pipeline_parallel_size=stages, tensor_parallel_size=devices // stages, data_parallel_replicate=1)
+    # The tiny model has as many layers as there are stages at most, and batches of two rows.
+    _set(arguments, schedule="1F1B", virtual_stages=None, stage_balance="auto", microbatches=devices)
+    for option in ("sequence_parallel", "loss_parallel"):
+        arguments[option] = arguments[option] and devices > stages
 
 
 def _set(section: Any, **values: object) -> None:
