@@ -65,6 +65,9 @@ class Ops:
     Attributes:
         graph: Whether operators record themselves.
         keep: Outputs of matrix products that selective checkpointing keeps, while it records or replays.
+        replaying: It replays.
+        is_loss: What is made now belongs to the loss.
+        shared: Where the gradient waits of a weight that several products share; None outside of them.
     """
 
     def __init__(self, ledger: Ledger, arithmetic: Arithmetic) -> None:
@@ -74,6 +77,7 @@ class Ops:
         self.keep: list[Buffer] | None = None
         self.replaying = False
         self.is_loss = False
+        self.shared: list[Gradient] | None = None
 
     def new(self, nbytes: float) -> Buffer:
         """Fresh storage."""
@@ -166,14 +170,13 @@ class Ops:
                 whole = self.new(n * size)
                 self.grow(features * weight)
                 del whole
-            return [self._shaped(n, size, n, like)]
+            return [self._shaped(n, size, n, like), None]
 
         # With a frozen weight only that weight is saved, which is there anyway.
-        source: list[Node | None] = [x.node]
         saved = x.buffer if trained else None
-        if self.graph and trained and x.node is None:
-            source = [Node(self.ledger, [], lambda grad: [], ())]
-        return Value(n, size, self.new(n * size), self.node(source, rule, saved))
+        # With a trained weight there is a graph even where the input needs no gradient.
+        weighs = Node(self.ledger, [], lambda grad: [], ()) if self.graph and trained else None
+        return Value(n, size, self.new(n * size), self.node([x.node, weighs], rule, saved))
 
     def add(self, x: Value, y: Value) -> Value:
         """``x + y`` of equal shapes."""
@@ -221,30 +224,42 @@ class Ops:
         if quantised:
             expanded = None
         in_bytes, wants = x.nbytes, x.node is not None
+        weight = self._weight_node(weights, stored) if trained else None
+        extra = (fan_out * stored) if trained and bias else 0
 
         def rule(grad: Gradient) -> list[Gradient | None]:
             again = self._weight_copy(weights, compute, quantised=quantised, cast=False)
             found = self.new(in_bytes) if wants else None
-            if trained:
-                self._weight_gradient(weights, compute, stored)
-                if bias:
-                    self._weight_gradient(fan_out, compute, stored)
+            made = self.new(weights * compute) if trained else None
+            if extra:
+                self.grow(extra)
             del again
-            return [found]
+            return [found, made]
 
-        source: list[Node | None] = [x.node]
-        if self.graph and trained and x.node is None:
-            source = [Node(self.ledger, [], lambda grad: [], ())]
         saved = (x.buffer if trained else None, expanded if wants else None)
-        return Value(rows * fan_out, compute, out, self.node(source, rule, *saved))
+        return Value(rows * fan_out, compute, out, self.node([x.node, weight], rule, *saved))
 
-    def _weight_gradient(self, n: float, compute: int, stored: int) -> None:
-        if compute == stored:
-            self.grow(n * stored)
-            return
-        made = self.new(n * compute)
-        self.grow(n * stored)
-        del made
+    def _weight_node(self, n: float, stored: int) -> Node | None:
+        """Where the gradient of a weight arrives: at the parameter itself, or at its cast to the computing dtype."""
+        if not self.graph:
+            return None
+        return Node(self.ledger, [], lambda grad: self._arrive(grad, n * stored), ())
+
+    def _arrive(self, grad: Gradient, nbytes: float) -> list[Gradient | None]:
+        if self.shared is not None:
+            if not self.shared:
+                self.shared.append(grad)
+        elif self.arithmetic.autocast and nbytes > grad.nbytes:
+            self.grow(nbytes)
+        elif not self.ledger.accumulate:
+            self.ledger.gradients.append(grad)
+        return []
+
+    def end_of_shared_weight(self, n: float) -> None:
+        """The gradient that several products of one weight have added up arrives there."""
+        waiting, self.shared = self.shared or [], None
+        if waiting:
+            self._arrive(waiting[0], n * self.arithmetic.weight)
 
     def _weight_copy(self, n: float, compute: int, *, quantised: bool, cast: bool) -> Buffer | None:
         if quantised:
@@ -308,15 +323,13 @@ class Ops:
         expanded = self._weight_copy(weights, compute, quantised=False, cast=weight != compute)
         out = self._product(x.n / fan_in * fan_out * compute)
         nbytes = x.nbytes
+        sink = self._weight_node(weights, weight) if trained else None
 
         def rule(grad: Gradient) -> list[Gradient | None]:
-            found = self.new(nbytes)
-            if trained:
-                self._weight_gradient(weights, compute, weight)
-            return [found]
+            return [self.new(nbytes), self.new(weights * compute) if trained else None]
 
         saved = (x.buffer if trained else None, expanded)
-        return Value(x.n / fan_in * fan_out, compute, out, self.node([x.node], rule, *saved))
+        return Value(x.n / fan_in * fan_out, compute, out, self.node([x.node, sink], rule, *saved))
 
     # -- attention
 
@@ -359,7 +372,8 @@ class Ops:
             assert again.node is not None
             return again.node, stop
 
-        node = Recompute(self.ledger, source, replay, (buffer, *(kept or ())))
+        # The outputs kept are held by the list alone, so that each is freed when the replay has used it.
+        node = Recompute(self.ledger, source, replay, (buffer,))
         return Value(out.n, out.size, out.buffer, node)
 
     def _quietly(self, block: Callable[[Value], Value], x: Value, kept: list[Buffer] | None) -> Value:

@@ -72,23 +72,27 @@ class Step:
     Args:
         entered: Batch, rotary tables and the embedding's output.
         layers: By kind: dense (False), sparse (True).
+        first: The first layer, where it differs: nothing below it wants a gradient.
         loss: Peak from the last layer's output to its gradient, above the level before.
         loss_logits: The part of that peak that logits and loss take.
         kept: Logits that stay until the backward pass is over, because the caller holds them.
         head_gradients: Gradients of head and last norm.
         embedding: Peak of the embedding's backward above the level before, its gradient included.
         embedding_gradient: That gradient.
+        waiting: The head's gradient, until the embedding's comes, where both are one weight.
         boundary: One activation between layers.
     """
 
     entered: float
     layers: dict[bool, Layer]
+    first: Layer
     loss: float
     loss_logits: float
     kept: float
     head_gradients: float
     embedding: float
     embedding_gradient: float
+    waiting: float
     boundary: float
 
 
@@ -98,15 +102,21 @@ def profile(shape: ModelShape, options: StepOptions) -> Step:
     walk = _Walk(shape, options)
     arithmetic = options.arithmetic
     layers = {sparse: walk.layer(sparse=sparse) for sparse in dict.fromkeys(shape.sparse)}
+    # A frozen embedding wants none, but checkpointed blocks need a gradient at their input all the same.
+    flows = arithmetic.full or options.checkpointing != "none"
+    kind = shape.sparse[0]
     gradient = shape.embedding * arithmetic.weight if arithmetic.full else 0
-    doubled = gradient if shape.tied else 0
+    # The gradients of head and embedding are added into a third tensor; with one there already, the head's waits.
+    doubled = gradient * (2 if options.accumulate else 1) if shape.tied else 0
     scaled = walk.boundary if shape.family.scaled_embedding else 0
     return Step(
         entered=walk.entered(),
         layers=layers,
+        first=layers[kind] if flows else walk.layer(sparse=kind, flows=False),
         **walk.loss(),
         embedding=gradient + doubled + (scaled if arithmetic.full else 0),
         embedding_gradient=0 if shape.tied else gradient,
+        waiting=gradient if shape.tied and options.accumulate else 0,
         boundary=walk.boundary,
     )
 
@@ -135,8 +145,10 @@ class _Walk:
         stop = Node(ops.ledger, [], lambda grad: [], ())
         return ops, Value(self.rows * self.shape.hidden, self.size, ops.new(self.boundary), stop), stop
 
-    def layer(self, *, sparse: bool) -> Layer:
+    def layer(self, *, sparse: bool, flows: bool = True) -> Layer:
         ops, hidden, stop = self._start()
+        if not flows:
+            hidden.node = None
         ledger, part = ops.ledger, self.part(sparse=sparse)
         before = ledger.current
         ledger.restart_peak()
@@ -225,6 +237,7 @@ class _Walk:
         buffer, node = hidden.buffer, hidden.node
         assert node is not None
         del hidden
+        ops.shared = []
         for _ in range(min(2, -(-self.tokens // rows))):
             piece = Node(ops.ledger, [], lambda grad: [], ())
             top, _logits = self._cross_entropy(ops, Value(rows * self.shape.hidden, size, buffer, piece), rows)
@@ -234,6 +247,7 @@ class _Walk:
             node.receive(ops.ledger, ops.new(n * size))
             del part, top
         del buffer
+        ops.end_of_shared_weight(self.shape.embedding / self.options.tensor)
         return run_backward(ops.ledger, node, stop)
 
 

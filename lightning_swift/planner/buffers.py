@@ -25,20 +25,28 @@ class Buffers:
     """Bytes at each point.
 
     Args:
+        always: Weights that stay gathered through the whole step.
         forward: While a layer's forward runs.
-        loss: From the last layer's output to its gradient.
-        backward: While a layer's backward runs.
-        reduced: More, when a layer's backward has ended and its gradients are sent.
-        embedding: While the embedding's backward runs.
-        step: While the optimizer runs.
+        loss: While logits and loss are there.
+        own: Gathered weights of the layer whose backward runs, freed when it ends.
+        ahead: Those of the next layer, gathered ahead.
+        ahead_of_first: What is gathered ahead while the first layer's backward runs: the embedding.
+        sending: Copies of a layer's gradients on their way, kept until those of the next layer are ready.
+        sending_head: The same of the head, kept while the last layer's backward runs.
+        embedding: When the embedding's gradient is sent, or made, whichever is more, without that gradient.
+        whole: Part of the gradients that stays whole on every rank until the end of the backward pass.
     """
 
+    always: float = 0.0
     forward: float = 0.0
     loss: float = 0.0
-    backward: float = 0.0
-    reduced: float = 0.0
+    own: float = 0.0
+    ahead: float = 0.0
+    ahead_of_first: float = 0.0
+    sending: float = 0.0
+    sending_head: float = 0.0
     embedding: float = 0.0
-    step: float = 0.0
+    whole: bool = False
 
 
 def buffers(job: Job, layout: Layout, part: Share) -> Buffers:
@@ -46,26 +54,48 @@ def buffers(job: Job, layout: Layout, part: Share) -> Buffers:
     if layout.strategy == "ddp":
         # Gradients live in the buckets themselves (gradient_as_bucket_view).
         return Buffers()
-    if layout.strategy in ("fsdp", "tp_pp"):
+    if layout.strategy == "fsdp":
         return _fsdp(job, layout, part)
+    if layout.strategy == "tp_pp":
+        return _gathered_throughout(job, part)
     if layout.strategy == "zero3":
         return _zero3(job, layout, part)
     return _zero12(job, layout)
 
 
 def _fsdp(job: Job, layout: Layout, part: Share) -> Buffers:
-    if layout.strategy == "tp_pp" and layout.shard == 1:
-        return Buffers()
-    layer, layer_gradients = _layer(job, part)
-    ends = 2 if job.precision != "32-true" else 4
-    head = (part.head or part.embedding) * ends if part.last else 0.0
-    embedding = part.embedding * ends if part.first else 0.0
-    reduced = layer_gradients * 4
-    if layout.strategy == "tp_pp":
-        # Weights stay gathered through all micro-batches (reshard_after_forward=False).
-        whole = layer * len(part.kinds) + head + embedding
-        return Buffers(whole, whole, whole, reduced, whole, 0.0)
-    return Buffers(2 * layer, head + layer, 2 * layer, reduced, embedding, 0.0)
+    """FSDP2 as ``parallel/sharding.py`` groups it: each layer, the embedding, the head (kept gathered), the rest."""
+    layer, trained = _layer(job, part)
+    size = 4 if job.precision == "32-true" else 2
+    reduced = 2 if job.precision == "bf16-true" else 4
+    sending, whole = trained * reduced, trained if job.trains_all else 0.0
+    embedding, head = part.embedding * size, part.head * size
+    tied = job.shape.tied
+    trains = 1.0 if whole else 0.0
+    # FP32 copies of the gradient, and this rank's share of their sum.
+    sent = trains * part.embedding * reduced * (1 + 1 / layout.shard)
+    # Each chunk of the loss sends the head's gradient, instead of adding it to the one that waits.
+    chunks = trains * part.head * (reduced - size)
+    return Buffers(
+        always=embedding if tied else 0.0,
+        forward=2 * layer,
+        loss=head + (chunks if job.loss == "chunked" else 0.0),
+        own=layer,
+        ahead=layer,
+        ahead_of_first=0.0 if tied else embedding,
+        sending=sending,
+        sending_head=trains * part.head * reduced,
+        # Of a tied weight the peak is the sum of both gradients, before it is sent.
+        embedding=sending if tied else max(sent, embedding + sending),
+        whole=tied,
+    )
+
+
+def _gathered_throughout(job: Job, part: Share) -> Buffers:
+    # Weights stay gathered through all micro-batches (reshard_after_forward=False).
+    layer, _ = _layer(job, part)
+    size = 4 if job.precision == "32-true" else 2
+    return Buffers(always=layer * len(part.kinds) + (part.embedding + part.head) * size)
 
 
 def _layer(job: Job, part: Share) -> tuple[float, float]:
@@ -79,9 +109,8 @@ def _layer(job: Job, part: Share) -> tuple[float, float]:
 
 
 def _zero12(job: Job, layout: Layout) -> Buffers:
-    bucket = buckets(job, layout)
-    reduce = bucket["reduce"] * (4 if job.precision != "bf16-true" else 2)
-    return Buffers(backward=reduce, embedding=reduce, step=0.0)
+    reduce = buckets(job, layout)["reduce"] * (4 if job.precision != "bf16-true" else 2)
+    return Buffers(sending=reduce, sending_head=reduce, embedding=reduce)
 
 
 def _zero3(job: Job, layout: Layout, part: Share) -> Buffers:
@@ -90,11 +119,20 @@ def _zero3(job: Job, layout: Layout, part: Share) -> Buffers:
     layer, _ = _layer(job, part)
     prefetch = bucket["prefetch"] * size
     reduce = bucket["reduce"] * (4 if job.precision != "bf16-true" else 2)
-    total = part.base if job.goal != "qlora" else part.quantisable * NF4 / size + part.blocks + part.ends
+    total = layer * len(part.kinds) + part.ends * size
     # Around the turn from forward to backward, layers within half the reuse distance stay gathered.
-    live = min(total * size, max(_REUSE / 2 * size, layer))
+    live = min(total, max(_REUSE / 2 * size, layer))
     end = max(part.head, part.embedding) * size
-    return Buffers(layer + prefetch, live + end, max(layer + prefetch, live) + reduce, 0.0, end + reduce, 0.0)
+    return Buffers(
+        forward=layer + prefetch,
+        loss=live + end,
+        own=layer,
+        ahead=prefetch + live,
+        ahead_of_first=prefetch,
+        sending=reduce,
+        sending_head=reduce,
+        embedding=end + reduce,
+    )
 
 
 def buckets(job: Job, layout: Layout) -> dict[str, float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from lightning_swift.planner.activations import Step, profile
+from lightning_swift.planner.activations import Layer, Step, profile
 from lightning_swift.planner.buffers import Buffers, buffers
 from lightning_swift.planner.settings import Job, Layout
 from lightning_swift.planner.states import Share, States, share, states
 
-__all__ = ["COMPONENTS", "Memory", "Point", "predict_memory", "requested_peak"]
+__all__ = ["COMPONENTS", "Memory", "Point", "in_flight", "predict_memory", "requested_peak"]
 
 COMPONENTS = (
     *("weights", "quantised weights", "adapters", "gradients", "optimizer", "activations"),
@@ -117,7 +117,9 @@ def _stage_memory(job: Job, layout: Layout, stage: int, ratio: float) -> Memory:
         "CUDA context": _CONTEXT[1],
     }
     where = top.where if layout.pipeline == 1 else f"{top.where}, on stage {stage + 1} of {layout.pipeline}"
-    per_machine = min(job.gpus, job.world)
+    by_point: dict[str, float] = {}
+    for point in points:
+        by_point[point.where] = max(by_point.get(point.where, 0.0), kept.always + point.total)
     return Memory(
         peak=middle,
         low=low,
@@ -125,9 +127,9 @@ def _stage_memory(job: Job, layout: Layout, stage: int, ratio: float) -> Memory:
         requested=requested,
         components=components,
         where=where,
-        points={point.where: kept.always + point.total for point in points},
-        host=(kept.host + _process(job, part, layout)) * per_machine,
-        disk=kept.disk * per_machine,
+        points=by_point,
+        host=(kept.host + _process(job, part, layout)) * job.gpus,
+        disk=kept.disk * job.gpus,
         stage=stage,
     )
 
@@ -142,7 +144,7 @@ def _process(job: Job, part: Share, layout: Layout) -> float:
 def _points(job: Job, layout: Layout, part: Share, kept: States, stage: int) -> list[Point]:
     step = profile(job.shape, layout.micro_options(job))
     sent = buffers(job, layout, part)
-    flight = _in_flight(layout, stage)
+    flight = in_flight(layout, stage)
     saved = _saved(step, part)
     if not part.last:
         step = replace(step, loss=0.0, loss_logits=0.0, kept=0.0, head_gradients=0.0)
@@ -151,16 +153,21 @@ def _points(job: Job, layout: Layout, part: Share, kept: States, stage: int) -> 
     found = _forward_and_loss(step, part, sent, policy, held, saved)
     found += _backward(step, part, sent, policy, held)
     if part.first:
-        found.append(_embedding(step, sent, policy, held))
-    found.append(Point("the optimizer step", policy.complete, optimizer=kept.temporary, communication=sent.step))
+        found.append(_embedding(step, part, sent, policy, held))
+    found.append(Point("the optimizer step", policy.complete, optimizer=kept.temporary, communication=sent.always if layout.strategy == "tp_pp" else 0.0))
     return found
 
 
 def _saved(step: Step, part: Share) -> float:
-    return step.entered + sum(step.layers[kind].saved for kind in part.kinds)
+    return step.entered + sum(layer.saved for layer in _layers(step, part))
 
 
-def _in_flight(layout: Layout, stage: int) -> float:
+def _layers(step: Step, part: Share) -> list[Layer]:
+    layers = [step.layers[kind] for kind in part.kinds]
+    return [step.first, *layers[1:]] if part.first else layers
+
+
+def in_flight(layout: Layout, stage: int) -> float:
     """Micro-batches whose activations a stage holds at most, in units of its own layers."""
     stages, parts, schedule = layout.pipeline, layout.microbatches, layout.schedule
     if stages == 1:
@@ -184,8 +191,9 @@ class _Gradients:
         self.frees = job.optimizer_in_backward or layout.strategy in ("fsdp", "zero2", "zero3")
         self.resident = layout.keeps_gradients
         self.complete = kept.gradients
-        layers = sum(step.layers[kind].gradients for kind in part.kinds)
-        whole = layers + step.head_gradients + step.embedding_gradient
+        self.head = step.head_gradients
+        self.tied_whole = job.shape.tied and layout.strategy == "fsdp"
+        whole = sum(layer.gradients for layer in _layers(step, part)) + step.head_gradients + step.embedding_gradient
         # Where gradients are sent away layer by layer, only this rank's share stays.
         self._share = kept.gradients / whole if whole and self.frees else 1.0
         self._accumulated = layout.accumulate > 1 and self.frees and not job.optimizer_in_backward
@@ -194,46 +202,52 @@ class _Gradients:
         """Bytes when gradients of ``done`` bytes have been made before."""
         if self.resident or self._accumulated:
             return self.complete
+        if self.tied_whole:
+            # One group with the embedding, whose gradients are sent at the very end.
+            return self.head + max(done - self.head, 0.0) * self._share
         return done * self._share
 
 
 def _forward_and_loss(
     step: Step, part: Share, sent: Buffers, policy: _Gradients, held: float, saved: float
 ) -> list[Point]:
-    last = step.layers[part.kinds[-1]]
-    before = policy.at(0.0)
+    last = _layers(step, part)[-1]
+    before = policy.at(0.0) if policy.resident else policy.at(0.0) - (policy.head if policy.tied_whole else 0.0)
     forward = held + saved - last.saved + last.forward
-    found = [Point("the last layer's forward pass", before, forward, communication=sent.forward)]
+    found = [Point("the last layer's forward pass", before, forward, communication=sent.always + sent.forward)]
     if part.last:
+        fresh = 0.0 if policy.resident else step.head_gradients
         activations = held + saved + step.loss - step.loss_logits - step.head_gradients
-        gradients = before + (0.0 if policy.resident else step.head_gradients)
-        found.append(Point("the loss", gradients, activations, step.loss_logits, sent.loss))
+        gathered = sent.always + sent.loss
+        found.append(Point("the loss", before + fresh, activations, step.loss_logits, gathered))
+        if sent.sending_head:
+            gathered = sent.always + sent.ahead + sent.sending_head
+            found.append(Point("the loss", before + fresh, held + saved, step.kept, gathered))
     return found
 
 
 def _backward(step: Step, part: Share, sent: Buffers, policy: _Gradients, held: float) -> list[Point]:
+    layers = _layers(step, part)
     level = held + step.entered
-    done = step.head_gradients + sum(step.layers[kind].gradients for kind in part.kinds)
+    done = step.head_gradients + sum(layer.gradients for layer in layers)
     points = []
-    for index, kind in enumerate(part.kinds):
-        layer = step.layers[kind]
+    for index, layer in enumerate(layers):
+        after = level
         level += layer.saved
         done -= layer.gradients
-        where = f"the backward pass of layer {index + 1} of {len(part.kinds)}"
-        fresh = layer.gradients
-        if index in (0, len(part.kinds) - 1) or len(step.layers) > 1:
-            activations = level + layer.backward - fresh
-            points.append(Point(where, policy.at(done) + fresh, activations, step.kept, sent.backward))
-            if sent.reduced:
-                after = level - layer.saved
-                points.append(
-                    Point(where, policy.at(done) + fresh, after, step.kept, sent.backward + sent.reduced)
-                )
+        where = f"the backward pass of layer {index + 1} of {len(layers)}"
+        fresh = policy.at(done) + layer.gradients + step.waiting
+        ahead = sent.always + (sent.ahead if index else sent.ahead_of_first)
+        before = sent.sending_head if index == len(layers) - 1 else sent.sending
+        activations = level + layer.backward - layer.gradients
+        points.append(Point(where, fresh, activations, step.kept, ahead + sent.own + before))
+        points.append(Point(where, fresh, after, step.kept, ahead + sent.sending))
     return points
 
 
-def _embedding(step: Step, sent: Buffers, policy: _Gradients, held: float) -> Point:
-    everything = policy.complete if policy.resident or not policy.frees else policy.at(1.0)
-    before = everything - (0.0 if policy.resident else step.embedding_gradient)
-    gradients = max(before, 0.0) + step.embedding
-    return Point("the embedding's gradient", gradients, held + step.entered, step.kept, sent.embedding)
+def _embedding(step: Step, part: Share, sent: Buffers, policy: _Gradients, held: float) -> Point:
+    layers = sum(layer.gradients for layer in _layers(step, part))
+    gradients = policy.at(step.head_gradients + layers) + step.embedding
+    if policy.resident:
+        gradients = policy.complete + step.embedding
+    return Point("the embedding's gradient", gradients, held, step.kept, sent.always + sent.embedding)
