@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_swift.errors import ModelError
-from lightning_swift.parallel._tensor_layers import Layout, cut_layer
+from lightning_swift.parallel._tensor_layers import Layout, blocks_of, cut_layer
 from lightning_swift.parallel.anatomy import Anatomy
 from lightning_swift.parallel.plans import Planned, listed
 
@@ -29,8 +29,8 @@ _ROWS = 2
 _SEED = 7
 # Float32 rounding of one layer stays below 1e-5; a missing or doubled part of a gradient differs in the first digits.
 _TOLERANCE = 1e-3
-# Relative size under which a gradient is rounding of zero.
-_ZERO = 1e-6
+# Relative to the largest gradient of the layer, what rounding leaves of a gradient that is zero.
+_NOISE = 1e-5
 # What a module raises when it is given shapes or kinds of tensors that it is not made for.
 _MISFITS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
@@ -176,6 +176,10 @@ def _examine(layer: Layer, call: _Call, layout: Layout) -> dict[str, bool]:
         problem = f"cannot run ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
     else:
         problem, verdict = comparison.outcome()
+        blocks = tuple(f"{name}." for name in blocks_of(layer.entries))
+        unused = sorted(name for name in comparison.unused() if name.startswith(blocks))
+        if problem is None and unused:
+            problem = f"does not use all of its parameters for random tokens ({listed(unused)}): freeze or name them"
     if problem is None:
         return verdict
     raise ModelError(
@@ -213,18 +217,22 @@ class _Comparison:
         self._expected = _gradients(call, whole, x, toward, self._names)
         self._found = _gradients(call, cut, self._mine(x), self._mine(toward), self._names)
 
+    def unused(self) -> set[str]:
+        """Names of the parameters that the whole layer did not use."""
+        return {name for name, found in zip(self._names, self._expected.at_parameters, strict=True) if found is None}
+
     def outcome(self) -> tuple[str | None, dict[str, bool]]:
         """What is wrong, the same on all ranks, or None; and whose gradients are partial."""
-        (output, at_input, *gradients), (mine, at_mine, *parts) = self._expected, self._found
-        own = [_distance(mine, self._mine(output)), _distance(at_mine, self._mine(at_input))]
-        group = self._layout.mesh.get_group()
-        sums = [part.clone() for part in parts]
-        for part in sums:
-            dist.all_reduce(part, group=group)
-        whole = [_distance(part, expected) for part, expected in zip(parts, gradients, strict=True)]
-        summed = [_distance(part, expected) for part, expected in zip(sums, gradients, strict=True)]
-        errors = torch.tensor([*own, *whole, *summed], device=mine.device)
-        dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=group)
+        expected, found = self._expected, self._found
+        own = [_distance(found.output, self._mine(expected.output)), _distance(found.at_input, self._at_input())]
+        gradients, parts = expected.filled(), found.filled()
+        sums = [self._summed(part) for part in parts]
+        # What is this small beside the other gradients of the layer is the rounding of zero.
+        floor = _NOISE / _TOLERANCE * max((float(g.abs().max()) for g in (expected.at_input, *gradients)), default=0.0)
+        whole = [_distance(part, gradient, floor) for part, gradient in zip(parts, gradients, strict=True)]
+        summed = [_distance(part, gradient, floor) for part, gradient in zip(sums, gradients, strict=True)]
+        errors = torch.tensor([*own, *whole, *summed], device=found.output.device)
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=self._layout.mesh.get_group())
         values = errors.tolist()
         if max(values[:2]) > _TOLERANCE:
             what = "output" if values[0] > _TOLERANCE else "gradient of the input"
@@ -236,8 +244,16 @@ class _Comparison:
         neither = [name for name, fit in fits.items() if not any(fit)]
         if neither:
             return f"has gradients that are neither whole nor a part of a sum ({listed(neither)})", {}
-        # Both fit where the gradient is zero; frozen or unused parameters need no sum.
+        # Both fit where the gradient is zero, such as that of a bias of attention keys: there is nothing to sum.
         return None, {name: is_sum and not is_whole for name, (is_whole, is_sum) in fits.items()}
+
+    def _at_input(self) -> Tensor:
+        return self._mine(self._expected.at_input)
+
+    def _summed(self, part: Tensor) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=self._layout.mesh.get_group())
+        return total
 
     def _mine(self, value: Tensor) -> Tensor:
         if not self._layout.sequence:
@@ -246,21 +262,32 @@ class _Comparison:
         return value.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()
 
 
-def _gradients(call: _Call, module: nn.Module, hidden: Tensor, toward: Tensor, names: Iterable[str]) -> list[Tensor]:
-    """The output, the gradient at the input, and those of the parameters called ``names``."""
-    parameters = dict(module.named_parameters())
-    for parameter in parameters.values():
-        parameter.grad = None
+@dataclass(frozen=True)
+class _Gradients:
+    """What one run of a layer gave: output, and gradients at the input and at parameters; None where unused."""
+
+    output: Tensor
+    at_input: Tensor
+    at_parameters: tuple[Tensor | None, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+    def filled(self) -> list[Tensor]:
+        pairs = zip(self.at_parameters, self.parameters, strict=True)
+        return [torch.zeros_like(parameter) if found is None else found for found, parameter in pairs]
+
+
+def _gradients(call: _Call, module: nn.Module, hidden: Tensor, toward: Tensor, names: Iterable[str]) -> _Gradients:
+    named = dict(module.named_parameters())
+    parameters = tuple(named[name] for name in names)
     hidden = hidden.clone().requires_grad_()
     with torch.enable_grad():
         output = call.run(module, hidden)
-        inputs = [hidden, *(parameters[name] for name in names)]
-        found = torch.autograd.grad((output * toward).sum(), inputs, allow_unused=True)
-    zeros = [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)]
-    return [output.detach(), *zeros]
+        at_input, *others = torch.autograd.grad((output * toward).sum(), [hidden, *parameters], allow_unused=True)
+    at_input = torch.zeros_like(hidden) if at_input is None else at_input
+    return _Gradients(output.detach(), at_input, tuple(others), parameters)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest element of either."""
-    scale = max(float(expected.abs().max()), float(found.abs().max()), _ZERO)
+def _distance(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest difference relative to the largest element of either, or to ``floor`` if that is larger."""
+    scale = max(float(expected.abs().max()), float(found.abs().max()), floor, torch.finfo(torch.float32).tiny)
     return float((found - expected).abs().max()) / scale

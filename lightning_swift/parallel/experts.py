@@ -72,13 +72,13 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
 
     Gradients flow through. ``torch.func.functional_call`` would call the hooks of the module once more.
     """
-    whole = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
-    own: dict[str, Any] = {name: DTensor.to_local(parameter) for name, parameter in whole.items()}
-    module._parameters.update(own)
+    parameters: dict[str, Any] = module._parameters
+    whole = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    parameters.update({name: parameter.to_local() for name, parameter in whole.items()})
     try:
         yield
     finally:
-        module._parameters.update(whole)
+        parameters.update(whole)
 
 
 class _ExpertsForward:

@@ -21,7 +21,8 @@ class HeadScale(nn.Module):
         self.size, self.scale = size, nn.Parameter(torch.linspace(0.5, 2, heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.unflatten(-1, (-1, self.size)) * self.scale[:, None]).flatten(-2)
+        heads = x.view(*x.shape[:-1], -1, self.size)
+        return (heads * self.scale[:, None]).flatten(-2)
 
 
 class FeatureScale(nn.Module):
@@ -53,7 +54,8 @@ class TwicePart(nn.Module):
         self.scale = nn.Parameter(torch.tensor([1.5]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.down_proj(torch.sigmoid(self.gate_proj(x)) * self.up_proj(x) * self.scale)
+        product: Tensor = self.down_proj(torch.sigmoid(self.gate_proj(x)) * self.up_proj(x) * self.scale)
+        return self.scale * product
 
 
 class NormedMLP(nn.Module):
@@ -66,7 +68,8 @@ class NormedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.norm(x))
-        return self.down_proj(torch.sigmoid(self.gate_proj(x)) * self.up_proj(x))
+        product: Tensor = self.down_proj(torch.sigmoid(self.gate_proj(x)) * self.up_proj(x))
+        return product
 
 
 def _prelu(layer: Any) -> None:

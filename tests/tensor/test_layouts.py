@@ -41,10 +41,12 @@ OPT_ATTENTION = {
 
 @ranks(2)
 def check_user_plan() -> None:
-    for sequence in (False, True):
-        settings = TensorParallelSettings(sequence_parallel=sequence, plan=OPT)
-        report = compare(maker("opt"), settings, batches=[batch(), batch(seed=4)])
-        assert "model.decoder.layers.0.fc1.weight" in report.sharded
+    # Linear layers that lie on the decoder layer itself, with biases.
+    report = compare(maker("opt"), TensorParallelSettings(plan=OPT), batches=[batch(), batch(seed=4)])
+    assert "model.decoder.layers.0.fc1.weight" in report.sharded
+    # Attention that is not cut would attend to a part of the sequence only.
+    with pytest.raises(ModelError, match=r"model\.decoder\.layers\.0: .* cannot run"):
+        cut(maker("opt")(), tp_mesh(), TensorParallelSettings(sequence_parallel=True, plan=OPT))
     # OPT's attention reshapes to all heads, whatever it is given: no plan makes it right.
     with pytest.raises(ModelError, match=r"model\.decoder\.layers\.0: .* cannot run"):
         cut(maker("opt")(), tp_mesh(), TensorParallelSettings(plan=OPT_ATTENTION))
