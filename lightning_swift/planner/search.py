@@ -15,11 +15,13 @@ from lightning_swift.planner.timing import Time, predict_time
 
 __all__ = ["Candidate", "Limits", "Plan", "Rejected", "largest_batch", "longest_sequence", "search"]
 
-# Room for what the prediction does not know: its own upper end is compared with this share of the card.
-_USABLE = 0.98
+# The middle of the prediction must leave this share of the card free.
+_USABLE = 0.97
+# What only fits if the upper end of the prediction does not come true ranks behind what fits either way.
+_TIGHT = 0.6
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # At equal speed the simpler one is better: each step down this list must pay for itself.
-_COMPLEXITY: dict[StrategyName, int] = {"ddp": 0, "fsdp": 1, "zero1": 2, "zero2": 2, "zero3": 3, "tp_pp": 4}
+_COMPLEXITY: dict[StrategyName, float] = {"ddp": 0, "fsdp": 1, "zero1": 2.2, "zero2": 2, "zero3": 3, "tp_pp": 4}
 _COST_OF_COMPLEXITY = 0.03
 _LONGEST = 1 << 22
 # Beyond this many ranks DDP's and FSDP's collectives over all ranks take long to start.
@@ -154,6 +156,7 @@ def _best_batch(job: Job, layouts: list[Layout], limits: Limits) -> tuple[Candid
             return best, None if best else Rejected(layout, reason, memory)
         time = predict_time(job, layout)
         score = sum(time.rate) / 2 * (1 - _COST_OF_COMPLEXITY * _COMPLEXITY[layout.strategy])
+        score *= 1.0 if memory.high <= job.gpu.memory else _TIGHT
         if best is None or score > best.score * 1.01:
             best = Candidate(layout, memory, time, score)
     return best, None
@@ -161,7 +164,7 @@ def _best_batch(job: Job, layouts: list[Layout], limits: Limits) -> tuple[Candid
 
 def _does_not_fit(job: Job, layout: Layout, memory: Memory) -> str | None:
     limit = job.gpu.memory * _USABLE
-    if memory.peak > limit or memory.low > limit:
+    if memory.peak > limit:
         return f"needs {memory.peak / 1e9:.1f} GB of {job.gpu.memory / 1e9:.1f} GB, at {memory.where}"
     if memory.host > job.host_bytes:
         return f"needs {memory.host / 1e9:.0f} GB of host memory in each machine of {job.host_bytes / 1e9:.0f} GB"
@@ -178,6 +181,8 @@ def _impossible(job: Job, layout: Layout) -> str | None:
         return f"tensor parallelism over {layout.tensor} ranks would cross machines of {job.gpus} cards"
     if layout.pipeline > shape.layers:
         return f"{shape.layers} layers cannot make {layout.pipeline} stages"
+    if job.world == 1 and layout.offload == "none" and layout.strategy != "ddp":
+        return "one card has nobody to share states with"
     if layout.strategy == "tp_pp" and job.goal == "qlora":
         return "quantised layers are not cut over tensor or pipeline ranks"
     return None
@@ -195,19 +200,22 @@ def _with_checkpointing(job: Job, layout: Layout, limits: Limits) -> Iterator[La
     modes = get_args(Checkpointing) if limits.checkpointing is None else (limits.checkpointing,)
     for mode in modes:
         for batch in _BATCHES if limits.batch is None else (limits.batch,):
-            found = _accumulated(job, replace(layout, checkpointing=mode, batch=batch * layout.microbatches))
+            found = _accumulated(job, replace(layout, checkpointing=mode), batch)
             if found is not None:
                 yield found
 
 
-def _accumulated(job: Job, layout: Layout) -> Layout | None:
+def _accumulated(job: Job, layout: Layout, batch: int) -> Layout | None:
     """The layout with as many micro-batches as the wanted global batch needs; None if it does not divide."""
     if job.global_batch is None:
-        return layout
-    per_turn = layout.batch * layout.data
-    if job.global_batch % per_turn:
+        return replace(layout, batch=batch * layout.microbatches)
+    turns, rest = divmod(job.global_batch, batch * layout.data)
+    if rest or turns < 1:
         return None
-    return replace(layout, accumulate=job.global_batch // per_turn)
+    if layout.pipeline == 1:
+        return replace(layout, batch=batch, accumulate=turns)
+    # One schedule for all of them has the smallest bubble; 1F1B needs one micro-batch per stage.
+    return None if turns < layout.pipeline else replace(layout, batch=batch * turns, microbatches=turns)
 
 
 def _offloads(job: Job, name: StrategyName) -> tuple[Offload, ...]:
@@ -215,9 +223,10 @@ def _offloads(job: Job, name: StrategyName) -> tuple[Offload, ...]:
         return ("none",)
     if name == "fsdp":
         return ("none", "cpu")
-    return ("none", "optimizer", "cpu", "nvme") if name == "zero3" and job.trains_all else ("none", "optimizer", "cpu")[
-        : 3 if name == "zero3" else 2
-    ]
+    if name == "zero2":
+        return ("none", "optimizer")
+    # Adapters have too few states for a disk to be worth it.
+    return ("none", "optimizer", "cpu", "nvme") if job.trains_all else ("none", "optimizer", "cpu")
 
 
 def _sizes(job: Job, name: StrategyName, limits: Limits) -> Iterator[Layout]:
@@ -230,7 +239,7 @@ def _sizes(job: Job, name: StrategyName, limits: Limits) -> Iterator[Layout]:
             yield Layout("fsdp", shard=job.gpus, replicate=job.nodes)
     elif name == "tp_pp":
         yield from _meshes(job, limits)
-    elif world > 1 or name in ("zero2", "zero3"):
+    elif world > 1 or name != "zero1":
         yield Layout(name, shard=world)
 
 

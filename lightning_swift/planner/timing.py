@@ -19,8 +19,9 @@ _FULL_ROWS = 2048
 _LINK = 0.75
 # Copies between host and card reach this share of the bus.
 _BUS = 0.8
-# Adam on the host: DeepSpeed measured about a billion parameters a second on a server.
-_HOST_ADAM = 1e9
+# Adam on the host, parameters per second and machine: about a billion with DeepSpeed's own, which its authors measured
+# to be five to seven times as fast as torch's (Ren et al. 2021, "ZeRO-Offload", table 4).
+_HOST_ADAM = {"zero": 1e9, "torch": 0.2e9}
 # NVMe, bytes per second, for each machine.
 _NVME = 3e9
 # Gathers and reductions overlap with compute, but not perfectly: exposed is what exceeds this share of it, and a tenth.
@@ -103,12 +104,12 @@ def predict_time(job: Job, layout: Layout) -> Time:
     inside, across, hidden_fraction = _communication(job, layout)
     seconds = _seconds(job, inside, across)
     offload = _offload(job, layout)
-    bubble = _bubble(layout)
+    bubble, slowest = _bubble(layout), _imbalance(job, layout)
     ends = []
     for efficiency in _efficiency(job, layout):
         compute = max(flops / (job.gpu.tflops * 1e12 * efficiency), traffic / (job.gpu.bandwidth * 1e9 * 0.8))
         exposed = _exposed(seconds, compute, hidden_fraction)
-        ends.append((compute / (1 - bubble) + exposed + offload, compute, exposed))
+        ends.append((compute * slowest / (1 - bubble) + exposed + offload, compute, exposed))
     (high, slow_compute, _), (low, fast_compute, _) = ends
     return Time(
         low=low,
@@ -177,7 +178,9 @@ def _communication(job: Job, layout: Layout) -> tuple[float, float, float]:
     inside += tensor
     across, inside = (across + pipeline, inside) if job.nodes > 1 else (across, inside + pipeline)
     whole = inside + across
-    return inside, across, 0.0 if not whole else total / whole
+    # A pipeline reduces gradients when its last micro-batch is through: nothing is left to hide that behind.
+    hidden = 0.0 if layout.pipeline > 1 or not whole else total / whole
+    return inside, across, hidden
 
 
 def _sharded(layout: Layout, weights: float, gradients: float) -> float:
@@ -215,10 +218,22 @@ def _bubble(layout: Layout) -> float:
     if layout.pipeline == 1:
         return 0.0
     wait = layout.pipeline - 1
-    work = layout.microbatches * layout.accumulate * layout.virtual
+    work = layout.microbatches * layout.virtual
     if layout.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         return wait / (3 * work + wait)
     return wait / (work + wait)
+
+
+def _imbalance(job: Job, layout: Layout) -> float:
+    """How much longer the last stage takes than the mean one: it has the head, which counts as a part of a layer."""
+    if layout.pipeline == 1:
+        return 1.0
+    shape = job.shape
+    layer = max(1.0, (shape.active_parameters - shape.embedding) / shape.layers)
+    mean = (shape.layers + shape.embedding / layer) / layout.pipeline
+    # Whole layers only can be moved to even it out.
+    most = max(-(-shape.layers // layout.pipeline), shape.layers // layout.pipeline + shape.embedding / layer)
+    return max(1.0, most / mean)
 
 
 def _offload(job: Job, layout: Layout) -> float:
@@ -228,10 +243,11 @@ def _offload(job: Job, layout: Layout) -> float:
     part = share(job, layout, 0)
     bus = job.gpu.pcie * 1e9 * _BUS
     trained = (part.base if job.trains_all else part.adapters) / layout.shard
-    seconds = trained * (4 + 2) / bus + trained * min(job.gpus, job.world) / _HOST_ADAM
+    rate = _HOST_ADAM["zero" if layout.strategy.startswith("zero") else "torch"]
+    seconds = trained * (4 + 2) / bus + trained * job.gpus / rate
     if layout.offload == "cpu":
         weights = part.base * 2 if job.goal != "qlora" else part.quantisable * NF4 + (part.base - part.quantisable) * 2
         seconds += 2 * weights / layout.shard / bus * layout.accumulate
     if layout.offload == "nvme":
-        seconds += 2 * 12 * trained * min(job.gpus, job.world) / _NVME
+        seconds += 2 * 12 * trained * job.gpus / _NVME
     return seconds
