@@ -1,29 +1,23 @@
 """Step time of ``FSDPBF16Strategy`` under the Trainer beside a hand-written FSDP2 loop and Lightning's own strategies.
 
-Every contender runs in processes of its own, because what a strategy sets in its process (the memory allocator, say)
-would otherwise help or hinder the others. Every round runs all of them, in an order that changes, and the ratio to
-a hand-written loop is taken within the round; the table has the median over the rounds. "Memory returned" is the
-allocator setting that makes sharding save memory on CPU (``return_freed_memory``); it costs page faults in every
-contender that has it, so each FSDP2 contender is compared with the loop that has the same setting. CPU seconds are
-those of one rank; on a busy machine they say more than the wall clock. ``python -m benchmarks.step_time``
+"Memory returned" is the allocator setting that makes sharding save memory on CPU (``return_freed_memory``); it costs
+page faults in every contender that has it, so each FSDP2 contender is compared with the loop that has the same setting.
+``python -m benchmarks.step_time``
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.launch import report, table, torchrun
+from benchmarks.launch import table
+from benchmarks.paired import WARM_UP, Clock, row, take_turns
 from benchmarks.workload import Module, Workload, loader
 
 WORKLOAD = Workload(hidden=512, layers=6, vocab=8192, batch=2, length=256)
-WARM_UP = 2
 CONTENDERS = {
     "by_hand": "hand-written FSDP2 loop, memory returned",
     "ours": "Trainer + FSDPBF16Strategy, memory returned",
@@ -32,8 +26,7 @@ CONTENDERS = {
     "model_parallel": "Trainer + ModelParallelStrategy (user shards)",
     "ddp": "Trainer + DDP, bf16-mixed",
 }
-BASELINES = {"by_hand": "by_hand", "ours": "by_hand"}
-DEFAULT_BASELINE = "by_hand_keeping"
+BASELINES = {**dict.fromkeys(CONTENDERS, "by_hand_keeping"), "by_hand": "by_hand", "ours": "by_hand"}
 
 
 def main() -> None:
@@ -44,29 +37,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each contender in a round")
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     args = parser.parse_args()
-    rounds: list[dict[str, Any]] = []
-    for index in range(args.rounds):
-        order = args.only[index % len(args.only) :] + args.only[: index % len(args.only)]
-        rounds.append({name: torchrun("benchmarks.step_time", args.ranks, [name, str(args.steps)]) for name in order})
+    rounds = take_turns(
+        "benchmarks.step_time", args.only, ranks=args.ranks, rounds=args.rounds, arguments=[str(args.steps)]
+    )
     table(
         f"Step time, {args.ranks} CPU ranks, median of {len(rounds)} paired rounds",
         ["contender", "wall s", "to its loop", "range", "CPU s", "to its loop"],
-        [_row(name, rounds) for name in args.only],
-    )
-
-
-def _row(name: str, rounds: list[dict[str, Any]]) -> tuple[str, ...]:
-    wall, cpu = (
-        [r[name][kind] / r[BASELINES.get(name, DEFAULT_BASELINE)][kind] for r in rounds] for kind in ("wall", "cpu")
-    )
-    seconds = [statistics.median(r[name][kind] for r in rounds) for kind in ("wall", "cpu")]
-    return (
-        CONTENDERS[name],
-        f"{seconds[0]:.3f}",
-        f"{statistics.median(wall):.3f}",
-        f"{min(wall):.3f} to {max(wall):.3f}",
-        f"{seconds[1]:.3f}",
-        f"{statistics.median(cpu):.3f}",
+        [row(name, CONTENDERS[name], rounds, BASELINES) for name in args.only],
     )
 
 
@@ -86,22 +63,10 @@ def worker() -> None:
         "ddp": _ddp,
     }
     clock = run[sys.argv[1]](int(sys.argv[2]))
-    report({"wall": _median_gap(clock.wall), "cpu": _median_gap(clock.cpu)})
+    clock.report()
     # No rank leaves while another one still waits for it.
     dist.barrier()
     dist.destroy_process_group()
-
-
-@dataclass
-class Clock:
-    """Wall and CPU time at the end of each step."""
-
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-
-    def tick(self) -> None:
-        self.wall.append(time.perf_counter())
-        self.cpu.append(time.process_time())
 
 
 def _shard(model: Any, mesh: Any) -> None:
@@ -186,10 +151,6 @@ def _model_parallel(steps: int) -> Clock:
 
 def _ddp(steps: int) -> Clock:
     return _fit(steps, "ddp", precision="bf16-mixed")
-
-
-def _median_gap(marks: list[float]) -> float:
-    return statistics.median(b - a for a, b in zip(marks[WARM_UP - 1 :], marks[WARM_UP:], strict=False))
 
 
 if __name__ == "__main__":
