@@ -93,7 +93,9 @@ class Ops:
         self.keep.append(kept)
         return kept
 
-    def node(self, inputs: list[Node | None], rule: Callable[..., list[Gradient | None]], *saved: Buffer | None) -> Node | None:
+    def node(
+        self, inputs: list[Node | None], rule: Callable[..., list[Gradient | None]], *saved: Buffer | None
+    ) -> Node | None:
         """A node, if a gradient flows to any input."""
         if not self.graph or not any(inputs):
             return None
@@ -126,9 +128,7 @@ class Ops:
         if x.size == size:
             return x
         nbytes = x.nbytes
-        return Value(
-            x.n, size, self.new(x.n * size), self.node([x.node], lambda grad: [self.new(nbytes)])
-        )
+        return Value(x.n, size, self.new(x.n * size), self.node([x.node], lambda grad: [self.new(nbytes)]))
 
     def _shaped(self, n: float, size: int, like_n: float, like_size: int) -> Buffer:
         """A gradient of ``n`` elements, summed and cast to those of an input."""
@@ -209,7 +209,14 @@ class Ops:
         return self._adapted(x, base, features, arithmetic.adapter)
 
     def _linear(
-        self, x: Value, features: tuple[float, float], *, trained: bool, bias: bool, block: bool, size: int | None = None
+        self,
+        x: Value,
+        features: tuple[float, float],
+        *,
+        trained: bool,
+        bias: bool,
+        block: bool,
+        size: int | None = None,
     ) -> Value:
         arithmetic = self.arithmetic
         stored = arithmetic.weight if size is None else size

@@ -124,7 +124,9 @@ def _identify(name: str, mib: float) -> GPU:
     key = next((short for word, short in _NAMES if word in name), None)
     if key is None:
         raise ConfigurationError(
-            f"the tables do not know {name!r}.", where="--gpu auto", fix="Give a YAML file like those of configs/hardware."
+            f"the tables do not know {name!r}.",
+            where="--gpu auto",
+            fix="Give a YAML file like those of configs/hardware.",
         )
     if key == "a100":
         key = "a100-40" if mib < 50_000 else "a100-80"

@@ -264,4 +264,3 @@ def _scattered(ops: Ops, part: Part, x: Value) -> Value:
     n = part.rows * part.shape.hidden
     found = ops.node([x.node], (lambda grad: [ops.new(whole)]) if part.sequence else (lambda grad: [grad]))
     return Value(n, x.size, ops.new(n * x.size), found)
-

@@ -154,7 +154,14 @@ def _points(job: Job, layout: Layout, part: Share, kept: States, stage: int) -> 
     found += _backward(step, part, sent, policy, held)
     if part.first:
         found.append(_embedding(step, part, sent, policy, held))
-    found.append(Point("the optimizer step", policy.complete, optimizer=kept.temporary, communication=sent.always if layout.strategy == "tp_pp" else 0.0))
+    found.append(
+        Point(
+            "the optimizer step",
+            policy.complete,
+            optimizer=kept.temporary,
+            communication=sent.always if layout.strategy == "tp_pp" else 0.0,
+        )
+    )
     return found
 
 

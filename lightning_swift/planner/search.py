@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from lightning_swift.errors import ConfigurationError
 from lightning_swift.planner.activations import Checkpointing
 from lightning_swift.planner.levers import Lever, levers
 from lightning_swift.planner.memory import Memory, predict_memory
@@ -174,7 +173,7 @@ def _does_not_fit(job: Job, layout: Layout, memory: Memory) -> str | None:
 def _impossible(job: Job, layout: Layout) -> str | None:
     shape = job.shape
     if not job.gpu.bfloat16 and job.precision != "32-true":
-        return f"{job.gpu.name} has no BF16; only --dtype float32 trains there"
+        return f"{job.gpu.name} has no BF16; only --dtype 32-true trains there"
     if layout.tensor > 1 and shape.kv_heads % layout.tensor:
         return f"{shape.kv_heads} key and value heads cannot be cut over {layout.tensor} ranks"
     if layout.tensor > job.gpus:
@@ -297,39 +296,3 @@ def _batched(layout: Layout, batch: int) -> Layout:
 
 def _fits(job: Job, layout: Layout, ratio: float) -> bool:
     return _does_not_fit(job, layout, predict_memory(job, layout, ratio=ratio)) is None
-
-
-def refuse(plan: Plan) -> ConfigurationError:
-    """The error when nothing fits: it names what comes nearest."""
-    job = plan.job
-    nearest = plan.rejected[0] if plan.rejected else None
-    what = f"{job.shape.name} does not fit {job.world} x {job.gpu.name} at {job.length} tokens"
-    if nearest is None:
-        return ConfigurationError(f"{what}: the batch does not divide over the ranks.", where="plan")
-    return ConfigurationError(
-        f"{what}: even {nearest.layout.strategy} {nearest.reason}.",
-        where="plan",
-        fix=f"{nearest_that_fits(job)}",
-    )
-
-
-def nearest_that_fits(job: Job) -> str:
-    """The smallest change that makes it fit, in words."""
-    for changes, words in _cures(job):
-        changed = replace(job, **changes)
-        if search(changed).best is not None:
-            return f"The nearest plan that fits: {words}."
-    return "Use more or larger cards, a smaller model, or a shorter sequence."
-
-
-def _cures(job: Job) -> Iterator[tuple[dict[str, object], str]]:
-    if job.trains_all:
-        yield {"goal": "lora"}, "--goal lora"
-    if job.goal != "qlora":
-        yield {"goal": "qlora"}, "--goal qlora"
-    length = job.length // 2
-    while length >= 256:
-        yield {"length": length}, f"--seq-length {length}"
-        length //= 2
-    for factor in (2, 4, 8, 16, 32):
-        yield {"nodes": job.nodes * factor}, f"{job.world * factor} of these cards"

@@ -12,7 +12,7 @@ from lightning_swift._shipped import nearest, shipped_folder
 from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.planner._families import FAMILIES, Family
 
-__all__ = ["ModelShape", "Tower", "named_configs", "read_shape"]
+__all__ = ["ModelShape", "Tower", "named_configs", "read_config", "read_shape"]
 
 # The same size under the names that architectures give it, the most common first.
 _KEYS = {
@@ -184,13 +184,19 @@ def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
         ConfigurationError: There is no such file and no such name.
         ModelError: The file describes no decoder language model, or impossible sizes.
     """
+    name, config = read_config(model)
+    return _shape(config, name)
+
+
+def read_config(model: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The name of a model and the content of its ``config.json``; arguments and errors as :func:`read_shape`."""
     if isinstance(model, Mapping):
-        return _shape(model, str(model.get("model_type", "model")))
+        return str(model.get("model_type", "model")), model
     path = Path(model).expanduser()
     source = path / "config.json" if path.is_dir() else path
     if not source.is_file():
         source = _named(str(model), is_folder=path.is_dir())
-    return _shape(_load(source), path.name if path.exists() and path.is_dir() else source.stem)
+    return (path.resolve().name if path.is_dir() else source.stem), _load(source)
 
 
 def _named(name: str, *, is_folder: bool) -> Path:

@@ -82,9 +82,7 @@ class Node:
 
     __slots__ = ("grad", "inputs", "order", "rule", "saved")
 
-    def __init__(
-        self, ledger: Ledger, inputs: list[Node | None], rule: Rule, saved: tuple[Buffer | None, ...]
-    ) -> None:
+    def __init__(self, ledger: Ledger, inputs: list[Node | None], rule: Rule, saved: tuple[Buffer | None, ...]) -> None:
         ledger.order += 1
         self.order = ledger.order
         self.inputs = inputs

@@ -118,7 +118,9 @@ def run_requests(requests: list[dict[str, Any]], *, limit: float = _LIMIT) -> li
         raise ModelError(f"the trace took more than {limit:g} s.", where="trace") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ModelError(f"the trace of this architecture failed: {lines[-1]}", where="trace", fix="Use the closed form.")
+        raise ModelError(
+            f"the trace of this architecture failed: {lines[-1]}", where="trace", fix="Use the closed form."
+        )
     found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

@@ -19,7 +19,7 @@ LEVELS = [
     ["callbacks"],
     [
         *["cli", "_commands", "_training_cli", "__main__"],
-        *["_config_check", "_config_sources", "_dry_run", "_reasons", "_signatures", "_tiny"],
+        *["_config_check", "_config_sources", "_dry_run", "_plan_command", "_reasons", "_signatures", "_tiny"],
     ],
 ]
 NO_LIGHTNING = {"parallel", "adapters", "planner", "checkpoint"}
