@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_swift import __version__
+from lightning_swift._plan_command import add_plan
 
 __all__ = ["add_commands", "version"]
 
@@ -37,7 +38,8 @@ def version() -> str:
 
 
 def add_commands(commands: _Commands) -> None:
-    """Add ``merge``, ``export``, ``inspect``, ``generate`` and ``recipes`` to the sub-commands of a parser."""
+    """Add ``plan``, ``merge``, ``export``, ``inspect``, ``generate`` and ``recipes`` to the sub-commands of a parser."""
+    add_plan(commands)
     _add_merge(commands)
     _add_export(commands)
     _add_inspect(commands)
