@@ -72,6 +72,13 @@ def _add_overwrite(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace OUTPUT if it is an earlier merge or export, once the new one is whole",
     )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="FOLDER",
+        help="where the pretrained folder lies now, if it has moved since the checkpoint was saved without the frozen "
+        "weights",
+    )
 
 
 def _add_hashes_and_json(parser: argparse.ArgumentParser, *, default: bool) -> None:
@@ -112,6 +119,8 @@ def _merge(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
             verify_hashes=options.verify_hashes,
+            overwrite=options.overwrite,
+            base=options.base,
         )
     if options.json:
         return _print_json(asdict(report))
@@ -155,6 +164,8 @@ def _export(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
             verify=options.verify,
+            overwrite=options.overwrite,
+            base=options.base,
         )
     if options.json:
         return _print_json(asdict(report))

@@ -33,6 +33,8 @@ from lightning_swift.checkpoint.output import fresh_folder
 from lightning_swift.checkpoint.together import Together
 from lightning_swift.errors import ConfigurationError, ExportError
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, find_model, tokenizer_of
+from lightning_swift.strategies._checkpoint_quantised import describe_quantised
+from lightning_swift.strategies._checkpoint_state import clean
 from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 
 __all__ = ["ExportForInference"]
@@ -109,7 +111,12 @@ class ExportForInference(L.Callback):
             return
         model = _the_model(pl_module)
         merged = model.adapters is not None and self.format == "safetensors"
-        expected = expect_live(pl_module, model.path, dtype=self.dtype, merged=merged) if self.verify else None
+        quantization = describe_quantised(pl_module, clean)
+        expected = (
+            expect_live(pl_module, model.path, dtype=self.dtype, merged=merged, quantization=quantization)
+            if self.verify
+            else None
+        )
         checkpoint, made = _final_checkpoint(trainer, self.output)
         with patient_ranks() as ranks:
             with Together(ranks, "exporting the model", self.output) as step:

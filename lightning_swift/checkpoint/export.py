@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_swift.checkpoint.adapter import write_adapter
+from lightning_swift.checkpoint.base import verified_base
 from lightning_swift.checkpoint.commit import locate
 from lightning_swift.checkpoint.export_logits import digests_of, logits_of, token_ids
 from lightning_swift.checkpoint.export_reference import build_reference, common_dtype
-from lightning_swift.checkpoint.export_verify import ROUNDING, Expected, Verdict, verify_folder
+from lightning_swift.checkpoint.export_verify import ROUNDING, Expected, Verdict, quantised_tolerance, verify_folder
 from lightning_swift.checkpoint.layout import Manifest
 from lightning_swift.checkpoint.lora import only_adapter
 from lightning_swift.checkpoint.merge import MergeDType, merge_checkpoint
@@ -63,6 +64,7 @@ def export_checkpoint(
     max_shard_size: str = "5GB",
     verify: bool = True,
     overwrite: bool = False,
+    base: Path | None = None,
 ) -> ExportReport:
     """Make a folder that ``from_pretrained`` and inference engines load.
 
@@ -79,9 +81,11 @@ def export_checkpoint(
         max_shard_size: Most bytes of tensors in one file.
         verify: Reload and compare.
         overwrite: Replace an earlier export (a folder of such files alone) once the new one is verified.
+        base: Where the pretrained folder lies now that the checkpoint leaves its frozen weights to, or that its adapter
+            was trained on, if it has moved.
 
     Raises:
-        CheckpointError: The checkpoint is not whole, or unsafe.
+        CheckpointError: The checkpoint is not whole, or unsafe; the pretrained folder is gone or has changed.
         ConfigurationError: Options that are not allowed.
         ExportError: The export cannot be made there or at all, or does not reproduce the checkpoint.
     """
@@ -95,14 +99,17 @@ def export_checkpoint(
             where=str(checkpoint),
             fix="Use `lightning-swift merge` to get its weights as one safetensors file.",
         )
-    base = check_base(manifest.adapters) if format == "adapter" and verify else None
+    given = None if base is None else Path(base)
+    beneath = None if manifest.base is None or not (verify or format != "adapter") else _beneath(manifest, given)
+    tried = str(beneath or given or check_base(manifest.adapters)) if format == "adapter" and verify else None
     with fresh_folder(Path(output), overwrite=overwrite) as folder:
         # The hashes have just been compared.
         if format == "adapter":
             write_adapter(checkpoint, folder, verify_hashes=False)
         else:
-            merge_checkpoint(checkpoint, folder, dtype=dtype, max_shard_size=max_shard_size, verify_hashes=False)
-        verdict = verify_folder(folder, _expected(checkpoint, manifest, format, dtype), base=base) if verify else None
+            merge_checkpoint(checkpoint, folder, dtype=dtype, max_shard_size=max_shard_size, base=given)
+        expected = _expected(checkpoint, manifest, format, dtype, beneath) if verify else None
+        verdict = None if expected is None else verify_folder(folder, expected, base=tried)
         return report_on(folder, Path(output), format, verdict)
 
 
@@ -168,23 +175,39 @@ def report_on(folder: Path, output: Path, format: ExportFormat, verdict: Verdict
     )
 
 
-def _expected(checkpoint: Path, manifest: Manifest, format: ExportFormat, dtype: str | None) -> Expected:
+def _beneath(manifest: Manifest, given: Path | None) -> Path:
+    assert manifest.base is not None
+    return verified_base(manifest.base, given)
+
+
+def _expected(
+    checkpoint: Path, manifest: Manifest, format: ExportFormat, dtype: str | None, base: Path | None
+) -> Expected:
     stored = common_dtype(manifest)
     merged = manifest.adapters is not None and format == "safetensors"
     # An adapter is added in the precision of the checkpoint and rounded after that; everything else is rounded at once.
     compute = stored if dtype is None or merged else getattr(torch, dtype)
-    reference = build_reference(checkpoint, manifest, dtype=compute)
+    reference = build_reference(checkpoint, manifest, dtype=compute, base=base)
     name = str(compute).removeprefix("torch.")
     ids = token_ids(reference.config)
     return Expected(
         ids=ids,
         logits=logits_of(reference, ids),
         dtype=name,
-        tolerance=ROUNDING[dtype or _narrowest(manifest)] if merged else 0.0,
+        tolerance=_tolerance(manifest, dtype, merged=merged),
         digests=digests_of(reference) if manifest.adapters is None else None,
+        quantization=manifest.quantization,
     )
+
+
+def _tolerance(manifest: Manifest, dtype: str | None, *, merged: bool) -> float:
+    if merged:
+        return ROUNDING[dtype or _narrowest(manifest)]
+    # The adapter is tried on a quantised model, which has kernels of its own.
+    return 0.0 if manifest.quantization is None else quantised_tolerance(manifest.quantization, _narrowest(manifest))
 
 
 def _narrowest(manifest: Manifest) -> str:
     stored = {record.dtype for record in manifest.tensors.values()}
+    stored |= set() if manifest.base is None else {tensor.dtype for tensor in manifest.base.tensors.values()}
     return next((name for name in ("bfloat16", "float16") if name in stored), "float32")

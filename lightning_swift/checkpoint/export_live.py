@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_swift.checkpoint.export_logits import logits_of, token_ids
-from lightning_swift.checkpoint.export_verify import ROUNDING, Expected
+from lightning_swift.checkpoint.export_verify import ROUNDING, Expected, quantised_tolerance
 
 __all__ = ["expect_live"]
 
 
-def expect_live(root: nn.Module, path: str, *, dtype: str | None, merged: bool) -> Expected:
+def expect_live(
+    root: nn.Module, path: str, *, dtype: str | None, merged: bool, quantization: Mapping[str, Any] | None = None
+) -> Expected:
     """What the Hugging Face model at ``path`` below ``root`` answers now. A collective call if it is sharded.
 
     The folder is to be loaded in the dtype the model computes in here. If it is exported in a narrower one, the
@@ -28,6 +30,8 @@ def expect_live(root: nn.Module, path: str, *, dtype: str | None, merged: bool) 
         path: Of the ``PreTrainedModel``, or of the ``PeftModel`` around it.
         dtype: Of the export; None if the weights are exported as they are.
         merged: Whether adapters are merged into the weights; logits then agree up to rounding only.
+        quantization: How the model is quantised, as in the manifest of a checkpoint; logits then agree up to what its
+            kernels round.
     """
     model: Any = root.get_submodule(path)
     device = next(model.parameters()).device
@@ -37,12 +41,16 @@ def expect_live(root: nn.Module, path: str, *, dtype: str | None, merged: bool) 
     with _rounded(model, target), _gathered_around(root, path), _watched_dtype(model) as seen:
         logits = logits_of(model, ids, device=device)
     compute = str(seen[0]).removeprefix("torch.")
-    exact = device.type == "cpu" and not merged and not _is_compiled(model)
+    exact = device.type == "cpu" and not merged and not _is_compiled(model) and quantization is None
+    rounding = max(ROUNDING[compute], ROUNDING[dtype or compute])
+    if quantization is not None:
+        rounding = max(rounding, quantised_tolerance(quantization, compute))
     return Expected(
         ids=ids,
         logits=logits,
         dtype=compute,
-        tolerance=0.0 if exact else max(ROUNDING[compute], ROUNDING[dtype or compute]),
+        tolerance=0.0 if exact else rounding,
+        quantization=None if quantization is None else dict(quantization),
         attention=getattr(model.config, "_attn_implementation", None),
         device=_where_to_reload(model, device),
     )
@@ -100,6 +108,10 @@ def _locals(model: nn.Module) -> list[Tensor]:
         if isinstance(tensor, Tensor) and id(tensor) not in own:
             plain = tensor.detach()
             own[id(tensor)] = plain.to_local() if isinstance(plain, DTensor) else plain
+            # ZeRO-3 gathers from a part that lies beside the parameter.
+            part = getattr(tensor, "ds_tensor", None)
+            if part is not None:
+                own[id(part)] = part.detach()
     return list(own.values())
 
 

@@ -14,15 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_swift.checkpoint.export_frozen import FrozenParts
 from lightning_swift.checkpoint.layout import HUGGINGFACE, MODEL_PREFIX, Manifest
-from lightning_swift.checkpoint.sharded import load_into
+from lightning_swift.checkpoint.sharded import load_into, read_index
 from lightning_swift.errors import ExportError
 
 __all__ = ["build_empty", "build_reference", "common_dtype"]
 
 
-def build_reference(checkpoint: Path, manifest: Manifest, *, dtype: torch.dtype) -> Any:
+def build_reference(checkpoint: Path, manifest: Manifest, *, dtype: torch.dtype, base: Path | None = None) -> Any:
     """The Hugging Face model of ``checkpoint`` (inside a PeftModel if it has adapters) on the CPU, in ``dtype``.
+
+    Quantised weights are the matrices that they stand for.
+
+    Args:
+        checkpoint: The directory.
+        manifest: Its manifest.
+        dtype: Of the weights.
+        base: The verified pretrained folder, if the manifest names one.
 
     Raises:
         CheckpointMismatchError: Tensors are missing or have other shapes.
@@ -39,7 +48,9 @@ def build_reference(checkpoint: Path, manifest: Manifest, *, dtype: torch.dtype)
         for name, tensor in model.state_dict().items()
         if f"{prefix}{name}".removeprefix(MODEL_PREFIX) not in manifest.tied
     }
+    frozen = FrozenParts(manifest, state, read_index(checkpoint))
     load_into(checkpoint, state, strict=True, ignore=lambda name: not name.startswith(prefix))
+    frozen.fill(state, base)
     _fill_aliases(model.state_dict(), state, manifest, prefix)
     return model.eval()
 
@@ -48,6 +59,7 @@ def common_dtype(manifest: Manifest) -> torch.dtype:
     """The dtype of the checkpoint's weights; float32, which holds them all exactly, if there are several."""
     prefix = f"{MODEL_PREFIX}{manifest.huggingface}."
     found = {record.dtype for name, record in manifest.tensors.items() if name.startswith(prefix)}
+    found |= set() if manifest.base is None else {tensor.dtype for tensor in manifest.base.tensors.values()}
     dtypes = {dtype for name in found if (dtype := getattr(torch, name)).is_floating_point}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from lightning_swift.checkpoint.reload import ANSWER, LOGITS, Answer, Request
 from lightning_swift.errors import ExportError
 
-__all__ = ["ROUNDING", "Expected", "Verdict", "verify_folder"]
+__all__ = ["ROUNDING", "Expected", "Verdict", "quantised_tolerance", "verify_folder"]
 
 ROUNDING: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 8 * 2**-7, "float16": 8 * 2**-10}
 """Largest logit gap that rounding alone may make, relative to the largest logit, by dtype of the exported weights.
@@ -28,6 +29,10 @@ and other kernels or devices. Half precision: eight units in the last place (mea
 since the error of thousands of summands grows with the depth of the model (measured: about four). A wrong,
 transposed or stale layer moves logits by their own size.
 """
+
+_INT8 = 0.1
+"""The same for 8-bit layers, which also round their inputs, to 127 steps up and down: a part in 250 for each element
+and layer, whatever the dtype. A wrong scale or layer moves logits by their own size."""
 
 _FIX = "Nothing was exported."
 _LONGEST_MESSAGE = 600
@@ -48,6 +53,7 @@ class Expected:
         digests: Digest of every tensor, if they are to be equal too.
         attention: Attention implementation of the trained model; None for the default.
         device: Where to compute.
+        quantization: How the base of an adapter is to be quantised; as in the manifest of a checkpoint.
     """
 
     ids: list[int]
@@ -57,6 +63,7 @@ class Expected:
     digests: Mapping[str, str] | None = None
     attention: str | None = None
     device: str = "cpu"
+    quantization: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,16 @@ class Verdict:
     tokens: int
     tensors: int
     dtype: str
+
+
+def quantised_tolerance(quantization: Mapping[str, Any], dtype: str) -> float:
+    """Largest allowed gap between a quantised model and the matrices that its weights stand for.
+
+    Args:
+        quantization: Of the manifest.
+        dtype: The narrowest one that takes part.
+    """
+    return max(ROUNDING[dtype], _INT8 if quantization["kind"] == "int8" else 0.0)
 
 
 def verify_folder(folder: Path, expected: Expected, *, base: str | None = None) -> Verdict:
@@ -88,6 +105,7 @@ def verify_folder(folder: Path, expected: Expected, *, base: str | None = None) 
         base=base,
         attention=expected.attention,
         digests=expected.digests is not None,
+        quantization=None if base is None else expected.quantization,
         threads=torch.get_num_threads(),
         matmul_precision=torch.get_float32_matmul_precision(),
     )

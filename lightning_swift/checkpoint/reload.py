@@ -31,6 +31,8 @@ class Request:
         base: Folder of the base model if ``folder`` is an adapter.
         attention: Attention implementation; None for the default.
         digests: Also digest every tensor.
+        quantization: How to quantise the base of an adapter that was trained on a quantised one, as the manifest of a
+            checkpoint says it.
         threads: Threads of torch; sums may be split differently over another number of them.
         matmul_precision: Of float32 matrix products.
     """
@@ -42,6 +44,7 @@ class Request:
     base: str | None = None
     attention: str | None = None
     digests: bool = False
+    quantization: dict[str, Any] | None = None
     threads: int = 1
     matmul_precision: str = "highest"
 
@@ -93,6 +96,8 @@ def load_folder(request: Request) -> tuple[Any, dict[str, Any]]:
         transformers, architectures[0] if architectures else "", transformers.AutoModelForCausalLM
     )
     options: dict[str, Any] = {} if request.attention is None else {"attn_implementation": request.attention}
+    if request.quantization is not None:
+        options["quantization_config"] = _quantisation(request.quantization)
     model, info = auto_class.from_pretrained(
         folder,
         dtype=request.dtype if request.dtype == "auto" else getattr(torch, request.dtype),
@@ -108,7 +113,26 @@ def load_folder(request: Request) -> tuple[Any, dict[str, Any]]:
     for parameter in model.parameters():
         # Weights mapped from a file may lie at any address, and some matrix kernels round by it.
         parameter.data = parameter.data.clone()
-    return model.to(request.device).eval(), info
+    if request.quantization is None:
+        model = model.to(request.device)
+    else:
+        from lightning_swift.adapters.quantise import guard_packing
+
+        guard_packing(model)
+    return model.eval(), info
+
+
+def _quantisation(quantization: dict[str, Any]) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if quantization["kind"] == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization["kind"],
+        bnb_4bit_use_double_quant=quantization["double_quant"],
+        bnb_4bit_compute_dtype=quantization["dtype"],
+    )
 
 
 def _with_adapter(model: Any, folder: str, info: dict[str, Any]) -> Any:
