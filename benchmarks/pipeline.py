@@ -203,7 +203,7 @@ def _bare() -> dict[str, float]:
 
     (part,) = _stages(WORKLOAD.model(), ScheduleSettings("1F1B", 4, 1))
     first = dist.get_rank() == 0
-    stage = PipelineStage(_Plain(part, last=not first), dist.get_rank(), 2, torch.device("cpu"))
+    stage = PipelineStage(_plain(part, last=not first), dist.get_rank(), 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, 4, loss_fn=_loss)
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-4)
     marks = []
@@ -224,7 +224,7 @@ def _loss(logits: Any, labels: Any) -> Any:
     return cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
-def _Plain(part: Any, *, last: bool) -> Any:  # noqa: N802
+def _plain(part: Any, *, last: bool) -> Any:
     """The stage as a module of one input and one output."""
     from torch import nn
 

@@ -95,7 +95,7 @@ class ExportForInference(L.Callback):
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Everything that can be known now is said now, and not after the training.
-        model = _the_model(pl_module)
+        model = _the_model(trainer, pl_module)
         refuse_source(self.output, model)
         if self.format == "adapter":
             if model.adapters is None:
@@ -109,7 +109,7 @@ class ExportForInference(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if cast(Any, trainer).fast_dev_run:
             return
-        model = _the_model(pl_module)
+        model = _the_model(trainer, pl_module)
         merged = model.adapters is not None and self.format == "safetensors"
         quantization = describe_quantised(pl_module, clean)
         expected = (
@@ -184,8 +184,10 @@ def _refuse_strategy(strategy: object) -> None:
         )
 
 
-def _the_model(module: L.LightningModule) -> HuggingFaceModel:
-    model = find_model(module)
+def _the_model(trainer: L.Trainer, module: L.LightningModule) -> HuggingFaceModel:
+    strategy = trainer.strategy
+    # Where no rank has the whole model the strategy knows what it is.
+    model = strategy._saved_model() if isinstance(strategy, ShardedCheckpointing) else find_model(module)
     if model is None:
         raise ConfigurationError(
             f"{type(module).__name__} must hold exactly one Hugging Face model to be exported; it holds none, or "

@@ -69,8 +69,20 @@ def _gathered_around(root: nn.Module, path: str) -> Iterator[None]:
         yield
 
 
+def _pipelined(model: nn.Module) -> Any:
+    """What runs in the model's place if it is dealt out to the stages of a pipeline."""
+    return next((part for part in model.modules() if hasattr(part, "gather_logits")), None)
+
+
 @contextmanager
-def _watched_dtype(model: Any) -> Iterator[list[torch.dtype]]:
+def _watched_dtype(model: Any, pipelined: Any) -> Iterator[list[torch.dtype]]:
+    if pipelined is not None:
+        before, pipelined.gather_logits = pipelined.gather_logits, True
+        try:
+            yield [pipelined.activation_dtype]
+        finally:
+            pipelined.gather_logits = before
+        return
     # The parameters as they lie may have another dtype than those that FSDP's mixed precision computes with.
     seen: list[torch.dtype] = []
 

@@ -238,6 +238,10 @@ class CausalLM(L.LightningModule):
                 fix="Let the data set return labels: a copy of input_ids with -100 where no loss is wanted.",
             )
         tokens = count_targets(batch["labels"])
+        if self._exact and getattr(self.trainer.strategy, "averages_in_forward", False):
+            # Gradients are averaged over ranks before `backward` could weigh them, so the model is asked for a sum.
+            total: Tensor = self.model(**batch, num_items_in_batch=torch.ones_like(tokens), use_cache=False).loss
+            return total / tokens.clamp(min=1), tokens
         labels = with_a_target(batch["labels"], batch["input_ids"], tokens)
         loss: Tensor = self.model(**{**batch, "labels": labels}, use_cache=False).loss
         return loss * (tokens > 0), tokens

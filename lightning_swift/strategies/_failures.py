@@ -21,10 +21,6 @@ __all__ = ["FailureWatch"]
 
 _log = logging.getLogger(__name__)
 _KEY = "failure"
-# Seconds. Thousands of ranks ask one store, and a failure seen two seconds late has cost nothing.
-_INTERVAL = 2.0
-# For the rank to see by itself that its peer is gone, and to unwind as usual.
-_GRACE = 15.0
 _watches = count()
 
 
@@ -34,14 +30,20 @@ class FailureWatch:
     Every rank makes the same watches in the same order.
 
     Args:
-        label: What this rank is, for the message: ``"rank 3 (stage 1)"``.
-        grace: Seconds from another rank's failure to the end of this process, if it has not stopped by itself.
-        interval: Seconds between two looks.
+        label: What this rank is, for the message: ``"rank 3 (pipeline rank 1)"``.
+
+    Attributes:
+        interval: Seconds between two looks. Thousands of ranks ask one store, and a failure seen two seconds late has
+            cost nothing.
+        grace: Seconds from another rank's failure to the end of this process, in which it may see by itself that its
+            peer is gone and unwind as usual.
     """
 
-    def __init__(self, label: str, *, grace: float = _GRACE, interval: float = _INTERVAL) -> None:
+    interval = 2.0
+    grace = 15.0
+
+    def __init__(self, label: str) -> None:
         self.label = label
-        self._grace, self._interval = grace, interval
         self._store = dist.PrefixStore(f"lightning_swift/watch/{next(_watches)}", _get_default_store())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning-swift-failures", daemon=True)
@@ -79,7 +81,7 @@ class FailureWatch:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._interval):
+        while not self._stopped.wait(self.interval):
             first = self._look()
             if first is not None:
                 self._end(first)
@@ -92,7 +94,7 @@ class FailureWatch:
             return "the rank that keeps the store is gone"
 
     def _end(self, first: str) -> None:
-        if self._stopped.wait(self._grace):
+        if self._stopped.wait(self.grace):
             return
         _log.error("%s is ended, because another rank has failed: %s", self.label, first)
         # The main thread waits inside a collective, where no exception of Python reaches it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_swift.checkpoint.layout import Manifest
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.gradients import OtherStages
 from lightning_swift.parallel.mesh import MeshAxis, data_parallel_rank
@@ -26,15 +28,18 @@ from lightning_swift.parallel.tensor import (
     sum_partial_gradients,
 )
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel
+from lightning_swift.strategies._checkpoint_state import Index, LoadRequest
 from lightning_swift.strategies._failures import FailureWatch
 from lightning_swift.strategies._mesh import MeshStrategy
 from lightning_swift.strategies._tensor_pipeline_batch import refuse_different_batches, share_randomness
 from lightning_swift.strategies._tensor_pipeline_model import (
     Pipeline,
+    add_idle_parameter,
     copies_of_tied_weights,
     plan_pipeline,
     put_pipeline,
     saved_model,
+    without_idle,
 )
 from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions
 from lightning_swift.strategies._tensor_pipeline_report import startup_table
@@ -53,9 +58,14 @@ class TensorPipelineEngine(MeshStrategy):
 
     Args:
         options: What the preset asks for.
+
+    Attributes:
+        averages_in_forward: Tells modules that gradients are averaged over data-parallel ranks in the forward pass
+            already: what multiplies the loss afterwards must be the same on all ranks.
     """
 
     options: TensorPipelineOptions
+    averages_in_forward = True
 
     def __init__(self, options: TensorPipelineOptions) -> None:
         super().__init__(options)
@@ -158,11 +168,22 @@ class TensorPipelineEngine(MeshStrategy):
         if partial:
             group = self.device_mesh.get_group(MeshAxis.TP)
             pipelined.gradient_fixes.append(lambda pairs: sum_partial_gradients(pairs, partial, group))
+        add_idle_parameter(pipelined, self.options.policy.master_dtype, self.root_device)
         super()._finish(module, blocks)
 
     @override
     def _saved_model(self) -> HuggingFaceModel | None:
         return saved_model(self._module, self._dealt)
+
+    @override
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return without_idle(super()._optimizer_state(optimizer), self._dealt)
+
+    @override
+    def _load_request(self, optimizers: Sequence[Optimizer], stored: Index, manifest: Manifest) -> LoadRequest:
+        request = super()._load_request(optimizers, stored, manifest)
+        request.state = without_idle(request.state, self._dealt)
+        return request
 
     @property
     @override

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +24,17 @@ from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOp
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["Pipeline", "copies_of_tied_weights", "plan_pipeline", "put_pipeline", "saved_model"]
+__all__ = [
+    "Pipeline",
+    "add_idle_parameter",
+    "copies_of_tied_weights",
+    "plan_pipeline",
+    "put_pipeline",
+    "saved_model",
+    "without_idle",
+]
+
+_IDLE = "idle"
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,20 @@ def copies_of_tied_weights(pipelined: PipelinedModel, pipeline: Pipeline) -> fro
         return frozenset()
     last = (stage for stage in pipelined.stages if stage.last)
     return frozenset(stage.pretrained.get_parameter(name) for stage in last for name in stage.tied)
+
+
+def add_idle_parameter(pipelined: PipelinedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a rank on whose stages nothing trains one parameter that never has a gradient.
+
+    ``configure_optimizers`` runs on every rank, and no optimizer of torch can be built over nothing.
+    """
+    if not any(parameter.requires_grad for parameter in pipelined.parameters()):
+        pipelined.register_parameter(_IDLE, nn.Parameter(torch.zeros(1, dtype=dtype, device=device)))
+
+
+def without_idle(state: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
+    """``state`` without what it has of the parameter of :func:`add_idle_parameter`, which no other layout knows."""
+    return {name: value for name, value in state.items() if f".{pipeline.path}.{_IDLE}." not in name}
 
 
 def saved_model(module: nn.Module, pipeline: Pipeline) -> HuggingFaceModel:

@@ -47,6 +47,7 @@ class TensorPipelineOptions(MeshOptions):
     loss_fn: str | LossFunction | None = None
     gather_logits: bool = False
     check_batches: bool = True
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +67,7 @@ class TensorPipelineOptions(MeshOptions):
         self._check_balance()
         self.tensor  # noqa: B018  # checks its options against each other
         load_loss(self.loss_fn)
+        ScheduleSettings(self.schedule)
         if isinstance(self.pipeline_parallel_size, int):
             self._scheduled(self.pipeline_parallel_size)
 
@@ -79,7 +81,7 @@ class TensorPipelineOptions(MeshOptions):
     @property
     def tensor(self) -> TensorParallelSettings:
         """What tensor parallelism needs to know."""
-        return TensorParallelSettings(self.sequence_parallel, self.loss_parallel, self.tp_plan)
+        return TensorParallelSettings(self.sequence_parallel, self.loss_parallel, self.tp_plan, self.self_check)
 
     @override
     def sizes(self, world_size: int, nodes: int = 1) -> MeshSizes:

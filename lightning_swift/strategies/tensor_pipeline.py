@@ -70,6 +70,9 @@ class TensorPipelineStrategy(TensorPipelineEngine):
             checkpointing together, which torch 2.13 cannot compile.
         check_batches: Compare the first batch of each kind over the ranks of each model-parallel group, and refuse
             to train on different ones.
+        self_check: Before layers are cut, compute one of each kind whole and cut and compare, which also finds
+            parameters whose gradients must be summed though no plan says so. Takes the memory of one whole layer in
+            FP32 on every rank; switch it off where an architecture and its plan have been checked at a smaller size.
         process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
         timeout: Seconds after which a collective that not all ranks have joined is an error. A rank that raises ends
             the others within half a minute.
@@ -106,6 +109,7 @@ class TensorPipelineStrategy(TensorPipelineEngine):
         return_freed_memory: ReturnMemory = "auto",
         compile: str | None = None,
         check_batches: bool = True,
+        self_check: bool = True,
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
         lora: LoraSettings | None = None,
@@ -133,6 +137,7 @@ class TensorPipelineStrategy(TensorPipelineEngine):
                 return_freed_memory=return_freed_memory,
                 compile=compile,
                 check_batches=check_batches,
+                self_check=self_check,
                 process_group_backend=process_group_backend,
                 timeout=timeout,
                 lora=lora,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_swift.callbacks import ExportForInference, MergeShardedCheckpoint, ShardedCheckpoint
 from lightning_swift.checkpoint.layout import read_manifest
 from lightning_swift.checkpoint.merge import merge_checkpoint
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
@@ -86,3 +87,31 @@ def assert_merged(kind: str, folder: Path) -> None:
     for name, value in plain.items():
         # Two steps of AdamW in another order of float32 sums.
         assert torch.allclose(weights[name], value, atol=2e-5), name
+
+
+@pytest.mark.slow
+def test_export_is_verified_against_the_pipeline_and_merge_writes_the_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    export_on_four_ranks(tmp_path)
+    exported, merged = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
+        for name in ("exported", "merged")
+    )
+    assert exported.keys() == merged.keys()
+    for name, value in exported.items():
+        assert torch.equal(value, merged[name]), name
+
+
+@ranks(4, deadline=120)
+def export_on_four_ranks(folder: Path) -> None:
+    export = ExportForInference(str(folder / "exported"), dtype=None)
+    callbacks = [
+        ShardedCheckpoint(dirpath=str(folder / "checkpoints"), every_n_train_steps=HALF),
+        MergeShardedCheckpoint(str(folder / "merged")),
+        export,
+    ]
+    module = FullModule("qwen3", layers=LAYERS)
+    train(module, strategy("cut"), max_steps=HALF, callbacks=callbacks, enable_checkpointing=True)
+    assert export.report is not None
+    assert export.report.verified

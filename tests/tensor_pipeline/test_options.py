@@ -1,0 +1,172 @@
+"""Options that cannot work are refused with what to do: at construction, by the number of ranks, or by the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_swift.errors import ConfigurationError, DataError, ModelError
+from lightning_swift.parallel.checkpointing import CheckpointingSettings
+from lightning_swift.parallel.mesh import MeshSizes
+from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
+from tests.harness.models import Tokens, UserModule, loader, quiet_trainer
+from tests.harness.ranks import ranks
+
+AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+    ({"pipeline_parallel_size": "two"}, "pipeline_parallel_size='two'"),
+    ({"microbatches": 0}, "microbatches=0"),
+    ({"microbatches": True}, "microbatches=True"),
+    ({"schedule": "Chimera"}, "Chimera"),
+    ({"pipeline_parallel_size": 4, "microbatches": 2}, "at least as many microbatches"),
+    ({"pipeline_parallel_size": 2, "schedule": "DualPipeV", "microbatches": 3}, "DualPipeV needs"),
+    ({"pipeline_parallel_size": 2, "schedule": "1F1B", "virtual_stages": 2}, "one stage per rank"),
+    ({"pipeline_parallel_size": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 3}, "two stages per rank"),
+    ({"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B", "microbatches": 5}, "does not divide"),
+    ({"schedule": "ZBVZeroBubble", "reshard_after_forward": True}, "have been freed"),
+    ({"stage_balance": []}, "stage_balance=\\[\\]"),
+    ({"stage_balance": [3, 0]}, "number of layers of each stage"),
+    ({"loss_fn": "nowhere.at.all"}, "cannot be imported"),
+    ({"loss_fn": "math.pi"}, "not a function"),
+    ({"compile": "unknown"}, "not a backend"),
+    ({"quantization": "nf4"}, "quantization"),
+    ({"precision": "16-mixed"}, "precision='16-mixed'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), AT_CONSTRUCTION, ids=lambda value: str(value)[:40])
+def test_refused_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        TensorPipelineStrategy(**options)
+
+
+BY_RANKS: list[tuple[dict[str, Any], int, str]] = [
+    ({"pipeline_parallel_size": 3}, 8, "is not the number of ranks, 8"),
+    ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel_shard": 4}, 8, "pp=2 x tp=2"),
+    ({"tensor_parallel_size": 1, "sequence_parallel": True}, 8, "sequence_parallel=True"),
+    ({"tensor_parallel_size": 1, "loss_parallel": True}, 8, "loss_parallel=True"),
+    ({"pipeline_parallel_size": 2, "stage_balance": [1, 2, 3]}, 8, "3 entries for 2 stages"),
+]
+
+
+@pytest.mark.parametrize(("options", "world", "message"), BY_RANKS, ids=lambda value: str(value)[:40])
+def test_refused_by_the_number_of_ranks(options: dict[str, Any], world: int, message: str) -> None:
+    strategy = TensorPipelineStrategy(**options)
+    # The Trainer does this as it is built, before there is a process group.
+    strategy.parallel_devices = [torch.device("cpu")] * world
+    strategy.cluster_environment = L.fabric.plugins.environments.LightningEnvironment()
+    with pytest.raises(ConfigurationError, match=message):
+        strategy.set_world_ranks()
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "nodes", "expected"),
+    [
+        ({}, 8, 1, MeshSizes(tp=8)),
+        ({}, 32, 4, MeshSizes(pp=4, tp=8)),
+        ({"tensor_parallel_size": 2}, 16, 2, MeshSizes(pp=2, dp_shard=4, tp=2)),
+        ({"tensor_parallel_size": 2, "data_parallel_shard": 2}, 16, 2, MeshSizes(pp=4, dp_shard=2, tp=2)),
+        ({"pipeline_parallel_size": 2}, 8, 1, MeshSizes(pp=2, tp=4)),
+        ({"pipeline_parallel_size": 2, "data_parallel_shard": 2}, 8, 1, MeshSizes(pp=2, dp_shard=2, tp=2)),
+        ({"pipeline_parallel_size": 2, "data_parallel_replicate": 2}, 8, 1, MeshSizes(pp=2, dp_replicate=2, tp=2)),
+        (
+            {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "data_parallel_replicate": "auto"},
+            8,
+            1,
+            MeshSizes(dp_shard=4, tp=2),
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_left_open(options: dict[str, Any], world: int, nodes: int, expected: MeshSizes) -> None:
+    assert TensorPipelineStrategy(**options).options.sizes(world, nodes) == expected
+
+
+class Headed(UserModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.value = nn.Linear(4, 1)
+
+
+class Two(UserModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.other = UserModule("llama")
+        self.other.configure_model()
+
+
+class NoLanguageModel(L.LightningModule):
+    def configure_model(self) -> None:
+        self.model = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+PP2 = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
+TP2 = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
+BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: UserModule("llama", layers=1), PP2, "1 layers cannot fill 2"),
+    (lambda: UserModule("llama", layers=3), {**PP2, "schedule": "ZBVZeroBubble"}, "3 layers cannot fill 4"),
+    (lambda: UserModule("llama", layers=4), {**PP2, "stage_balance": [1, 2]}, "does not give 4 layers"),
+    (lambda: UserModule("gpt2"), TP2, "plan"),
+    (lambda: Headed("llama"), PP2, "would train beside the language model"),
+    (lambda: Two("llama"), PP2, "2 Hugging Face models"),
+    (NoLanguageModel, PP2, "no Hugging Face model"),
+]
+
+
+@ranks(2)
+def test_refused_by_the_model() -> None:
+    for make, options, message in BY_MODEL:
+        trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **options), max_steps=1)
+        with pytest.raises((ModelError, ConfigurationError), match=message):
+            trainer.fit(make(), loader(Tokens(8), batch_size=4))
+    strategy = TensorPipelineStrategy("32-true", **TP2, compile="aot_eager")
+    strategy.activation_checkpointing = CheckpointingSettings()
+    with pytest.raises(ConfigurationError, match="cannot compile the recomputation"):
+        quiet_trainer(strategy=strategy, max_steps=1).fit(UserModule(), loader(Tokens(8), batch_size=4))
+    compare_batches()
+    keep_random_batches_together()
+
+
+def compare_batches() -> None:
+    for rows in (0, 8):
+        # Rows of this rank's own: what a sampler over all ranks gives.
+        shifted = Tokens(16)
+        shifted.x = shifted.x.roll(torch.distributed.get_rank() * rows, 0)
+        trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **PP2), max_steps=1)
+        if rows:
+            with pytest.raises(DataError, match=r"different batches: ranks \[0, 1\]"):
+                trainer.fit(UserModule(), loader(shifted, batch_size=4))
+        else:
+            trainer.fit(UserModule(), loader(shifted, batch_size=4))
+            assert trainer.global_step == 1
+
+
+class Consumes(UserModule):
+    """Draws random numbers of its own on one rank, as dropout does on one stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(1 + torch.distributed.get_rank())
+        self.seen.append(batch["input_ids"][:, 0].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+def keep_random_batches_together() -> None:
+    torch.manual_seed(torch.distributed.get_rank())
+    module = Consumes()
+    module.seen = []
+    trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **PP2), max_steps=8)
+    trainer.fit(module, torch.utils.data.DataLoader(Tokens(16), batch_size=4, shuffle=True))
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, module.seen)
+    assert everyone[0] == everyone[1]
+    assert everyone[0][:4] != everyone[0][4:]
