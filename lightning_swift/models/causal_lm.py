@@ -155,7 +155,9 @@ class CausalLM(L.LightningModule):
             The sum over this microbatch's target tokens where the loss is exact, and ``loss`` otherwise.
         """
         if self._exact and self._targets is not None:
-            return loss * (self._targets * self.trainer.accumulate_grad_batches)
+            # Without targets here, the gradient may still hold what the other ranks have put into the average.
+            weight = self._targets.clamp(min=1) if self._averaged_in_forward else self._targets
+            return loss * (weight * self.trainer.accumulate_grad_batches)
         return loss
 
     @override
@@ -238,13 +240,18 @@ class CausalLM(L.LightningModule):
                 fix="Let the data set return labels: a copy of input_ids with -100 where no loss is wanted.",
             )
         tokens = count_targets(batch["labels"])
-        if self._exact and getattr(self.trainer.strategy, "averages_in_forward", False):
-            # Gradients are averaged over ranks before `backward` could weigh them, so the model is asked for a sum.
+        if self._averaged_in_forward:
+            # Averaged before `backward` could weigh them by the tokens of each rank: the model is asked for a sum.
             total: Tensor = self.model(**batch, num_items_in_batch=torch.ones_like(tokens), use_cache=False).loss
             return total / tokens.clamp(min=1), tokens
         labels = with_a_target(batch["labels"], batch["input_ids"], tokens)
         loss: Tensor = self.model(**{**batch, "labels": labels}, use_cache=False).loss
         return loss * (tokens > 0), tokens
+
+    @property
+    def _averaged_in_forward(self) -> bool:
+        """Whether gradients are averaged over ranks in the forward pass already, as in a pipeline."""
+        return self._exact and getattr(self.trainer.strategy, "averages_in_forward", False)
 
     def _reduce_sum(self, values: Tensor) -> Tensor:
         total: Tensor = self.trainer.strategy.reduce(values, reduce_op="sum")

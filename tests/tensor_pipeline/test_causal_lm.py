@@ -23,7 +23,7 @@ STEPS = 4
 
 
 class Uneven(Tokens):
-    """Between 1 and 23 target tokens in a row; one row has none."""
+    """Between 1 and 23 target tokens in a row; some rows have none, and so has the first batch of one rank."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         labels = self.x[index].clone()
