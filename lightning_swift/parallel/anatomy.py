@@ -164,7 +164,9 @@ class _Trace:
             )
             block.register_forward_hook(lambda _, __, output, number=number: self._leave(number, output))
         loss = self._forward()
-        self.counts_tokens = self.counts_tokens and loss is self._loss
+        # Auxiliary losses may also be added in place.
+        unchanged = self._loss is not None and loss is self._loss and self._loss._version == 0
+        self.counts_tokens = self.counts_tokens and unchanged
         if self._calls != list(range(len(self._blocks))):
             raise _refusal(self._model, f"calls its layers in the order {self._calls}, not once each")
 

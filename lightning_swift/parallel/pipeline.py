@@ -272,6 +272,17 @@ class PipelinedModel(nn.Module):
             stage.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination
 
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # torch goes on with the children, so the entries get the names that these have.
+        for number, stage in enumerate(self._stages):
+            for name in [name for name, _ in stage.model.state_dict(keep_vars=True).items()]:
+                if prefix + name in state_dict:
+                    state_dict[f"{prefix}stages.{number}.model.{name}"] = state_dict[prefix + name]
+        for name in [name for name in state_dict if not name.startswith(f"{prefix}stages.")]:
+            del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Not available.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ def model_of(kind: str = "llama", *, layers: int = 4, **kwargs: Any) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model.train()
+
+
+def shared_copy(model: nn.Module) -> Any:
+    """Another model with the same parameter objects, as another rank would have one with equal values."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 def batch_of(rows: int = 8, length: int = 16, *, seed: int = 0, mask: bool = True) -> Batch:

@@ -193,7 +193,8 @@ def test_a_mask_that_has_no_place_for_padding_is_refused() -> None:
 def test_the_copies_of_rows_and_positions_have_no_labels() -> None:
     batch = _prepare({}, microbatches=3, length_multiple=5)
     assert batch.inputs.shape == (6, 10)
-    assert (batch.labels[4:] == -100).all() and (batch.labels[:, 8:] == -100).all()
+    assert (batch.labels[4:] == -100).all()
+    assert (batch.labels[:, 8:] == -100).all()
     assert (batch.by_row["attention_mask"][:, 8:] == 0).all()
     plain = batch_of(4, 8)["labels"]
     assert int(batch.targets.sum()) == int((plain[:, 1:] != -100).sum())
