@@ -36,11 +36,21 @@ IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """One tensor of the folder: its name there, its file, and its whole shape."""
+    """One tensor of the folder: its name there, its file, and its whole shape.
+
+    Args:
+        name: Its name in the folder.
+        file: The file that holds it.
+        shape: Its shape.
+        parts: Where the model has one tensor for many of the folder (fused experts), these many: along the first
+            dimension of ``shape``, and for each index one below the other along the second. The name and file are
+            then those of the first part.
+    """
 
     name: str
     file: str
     shape: tuple[int, ...]
+    parts: tuple[tuple[FolderTensor, ...], ...] = ()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -246,6 +256,8 @@ class WeightReader:
 
     def read(self, tensor: FolderTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
         """The part of ``tensor`` of shape ``sizes`` that begins at ``offsets``."""
+        if tensor.parts:
+            return self._read_parts(tensor, offsets, sizes)
         handle = self.open(tensor.file)
         if sizes == tensor.shape:
             part = handle.get_tensor(tensor.name)
@@ -253,3 +265,20 @@ class WeightReader:
             part = handle.get_slice(tensor.name)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
         self.bytes_read += part.numel() * part.element_size()
         return part
+
+    def _read_parts(self, tensor: FolderTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+        import torch
+
+        (first, start, *rest), (count, rows, *widths) = offsets, sizes
+        if count == 0 or rows == 0:
+            return torch.empty(sizes)
+        found = []
+        for parts in tensor.parts[first : first + count]:
+            pieces, below = [], 0
+            for part in parts:
+                begin, end = max(start - below, 0), min(start + rows - below, part.shape[0])
+                below += part.shape[0]
+                if begin < end:
+                    pieces.append(self.read(part, (begin, *rest), (end - begin, *widths)))
+            found.append(torch.cat(pieces))
+        return torch.stack(found)

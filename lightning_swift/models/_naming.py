@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_swift.errors import ModelError
 from lightning_swift.models._folder import FolderTensor
+from lightning_swift.models._fused import fuse, fusing_converters
 
 __all__ = ["folder_names", "listed", "match_names", "unwrapped"]
 
@@ -27,8 +28,8 @@ def match_names(model: Any, tensors: Mapping[str, FolderTensor], folder: Path) -
         ModelError: The folder lacks a parameter of the model (under its own or a tied name), or a shape differs.
     """
     wanted: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    rename = _renaming(model, wanted)
-    found = {rename(name): tensor for name, tensor in tensors.items()}
+    converters = fusing_converters(_mapping(model))
+    found = fuse(tensors, _renaming(model, wanted, converters), converters)
     present = {id(wanted[name]) for name in found if name in wanted}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = sorted(name for name, value in parameters.items() if id(value) not in present)
@@ -62,20 +63,30 @@ def folder_names(model: Any, names: Iterable[str], tensors: Mapping[str, FolderT
         names: Its names, as :func:`unwrapped` gives them.
         tensors: By their names in the folder.
     """
-    rename = _renaming(model, dict.fromkeys(names))
-    return {rename(name): tensor for name, tensor in tensors.items()}
+    # What the model has fused is left out: it has no single tensor in the folder.
+    rename = _renaming(model, dict.fromkeys(names), [])
+    return {rename(name)[0]: tensor for name, tensor in tensors.items()}
 
 
-def _renaming(model: Any, wanted: Mapping[str, Any]) -> Callable[[str], str]:
+def _mapping(model: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+def _renaming(model: Any, wanted: Mapping[str, Any], converters: list[Any]) -> Callable[[str], tuple[str, str | None]]:
+    """Gives the model's name of a folder's name, and the pattern of the converter that matched it, if one did."""
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    # Transforms that merge or split tensors are left out: what needs them is reported as missing.
-    renamings = [t for t in get_model_conversion_mapping(model) if isinstance(t, WeightRenaming)]
+    # Transforms that merge or split tensors in other ways are left out: what needs them is reported as missing.
+    renamings = [transform for transform in _mapping(model) if isinstance(transform, WeightRenaming)]
     known = dict(wanted)
 
-    def rename(name: str) -> str:
-        return name if name in known else str(rename_source_key(name, renamings, [], model.base_model_prefix, known)[0])
+    def rename(name: str) -> tuple[str, str | None]:
+        if name in known:
+            return name, None
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        return str(target), pattern
 
     return rename
 

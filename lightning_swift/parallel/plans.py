@@ -165,9 +165,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _without_parts(entries: list[Planned]) -> list[Planned]:
-    """Without the parameters of fused experts: the module's own entry says it all."""
-    experts = {entry.name for entry in entries if entry.style == "moe_tp_experts"}
-    return [entry for entry in entries if entry.name.rpartition(".")[0] not in experts]
+    """Without the parameters of modules that are planned themselves, such as fused experts: that says it all."""
+    modules = {entry.name for entry in entries}
+    return [entry for entry in entries if entry.by_user or entry.name.rpartition(".")[0] not in modules]
 
 
 def _known(entry: Planned, model: nn.Module) -> bool:

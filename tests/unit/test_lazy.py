@@ -127,23 +127,6 @@ def test_weights_that_nothing_asks_for_are_reported(folder: Path) -> None:
     assert report.unexpected == ("lm_head.weight",)
 
 
-def test_weights_that_must_be_merged_are_left_to_from_pretrained(tmp_path: Path) -> None:
-    import transformers as tf
-
-    config = tf.MixtralConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-        vocab_size=64,
-    )
-    tf.MixtralForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"experts.*from_pretrained, which converts"):
-        lazy_pretrained(tmp_path)
-
-
 def test_missing_weights_are_listed(folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
