@@ -7,7 +7,7 @@ divided by a number and several forward passes in a step mean what they mean wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,22 +56,25 @@ def _in_layout_of(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def deposit(anchor: Tensor, loss: Tensor, pairs: Pairs) -> Tensor:
+def deposit(anchor: Tensor, loss: Tensor, pairs: Pairs, on_backward: Callable[[Tensor], None] | None = None) -> Tensor:
     """``loss`` as a differentiable scalar whose ``backward`` adds the gradients of ``pairs`` to ``.grad``.
 
     Args:
         anchor: Any tensor that requires a gradient; it gets none.
         loss: Scalar.
         pairs: Parameters and their gradients of ``loss``; the gradients are used up.
+        on_backward: Called with what the gradients are multiplied with, before they are.
     """
-    result: Tensor = _Deposit.apply(anchor, loss, pairs)
+    result: Tensor = _Deposit.apply(anchor, loss, pairs, on_backward)
     return result
 
 
 class _Deposit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, pairs: Pairs) -> Tensor:
-        ctx.pairs = pairs
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, pairs: Pairs, on_backward: Callable[[Tensor], None] | None
+    ) -> Tensor:
+        ctx.pairs, ctx.on_backward = pairs, on_backward
         return loss.detach().clone()
 
     @staticmethod
@@ -83,8 +86,10 @@ class _Deposit(torch.autograd.Function):
                 where="pipelined model",
                 fix="Call backward once, on the sum of what is to be minimised; retain_graph has no effect here.",
             )
+        if ctx.on_backward is not None:
+            ctx.on_backward(outputs[0])
         _give_back(pairs, outputs[0])
-        return None, None, None
+        return None, None, None, None
 
 
 @torch.no_grad()

@@ -64,6 +64,7 @@ class PipelinedModel(nn.Module):
     Attributes:
         gradient_fixes: Called once per schedule step, in order, with pairs of parameter and gradient. Gradients are in
             the layout of their parameters and are to be changed in place.
+        on_backward: Called in each backward pass of a loss with the factor that the gradients are multiplied with.
 
     Raises:
         ModelError: The loss of the model cannot be computed in parts.
@@ -89,6 +90,7 @@ class PipelinedModel(nn.Module):
         self.stages = nn.ModuleList(stages)
         self.schedule, self.group, self.gather_logits = schedule, group, gather_logits
         self.gradient_fixes: list[GradientFix] = []
+        self.on_backward: Callable[[Tensor], None] | None = None
         self._length_multiple, self._step_context = length_multiple, step_context
         self._activation_dtype, self._device = activation_dtype, device
         self._builder: ScheduleBuilder | None = None
@@ -181,7 +183,7 @@ class PipelinedModel(nn.Module):
         for fix in self.gradient_fixes:
             fix(collected.pairs)
         anchor = torch.zeros((), device=batch.inputs.device, requires_grad=True)
-        loss = deposit(anchor, self._shared_loss(losses, batch), collected.pairs)
+        loss = deposit(anchor, self._shared_loss(losses, batch), collected.pairs, self.on_backward)
         return PipelineOutput.training(loss)
 
     def _run_schedule(self, batch: PipelineBatch) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,11 @@ from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel
 from lightning_swift.strategies._checkpoint_state import Index, LoadRequest
 from lightning_swift.strategies._failures import FailureWatch
 from lightning_swift.strategies._mesh import MeshStrategy
-from lightning_swift.strategies._tensor_pipeline_batch import refuse_different_batches, share_randomness
+from lightning_swift.strategies._tensor_pipeline_batch import (
+    FactorCheck,
+    refuse_different_batches,
+    share_randomness,
+)
 from lightning_swift.strategies._tensor_pipeline_model import (
     Pipeline,
     add_idle_parameter,
@@ -91,6 +96,7 @@ class TensorPipelineEngine(MeshStrategy):
             self.root_device,
             frozenset(copies_of_tied_weights(pipelined, self._dealt)),
         )
+        self._pipelined_model.on_backward = FactorCheck() if self.mesh_sizes.data_parallel > 1 else None
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(startup_table(self._dealt))
 
@@ -184,6 +190,16 @@ class TensorPipelineEngine(MeshStrategy):
         request = super()._load_request(optimizers, stored, manifest)
         request.state = without_idle(request.state, self._dealt)
         return request
+
+    @override
+    def _load_file(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        if self.mesh_sizes.pp > 1:
+            raise ConfigurationError(
+                "the file numbers the parameters of the optimizer, and a stage cannot know its own ones by number.",
+                where=str(path),
+                fix="Resume it once with FSDPBF16Strategy and save: that checkpoint resumes under any layout.",
+            )
+        return super()._load_file(path, optimizers)
 
     @property
     @override

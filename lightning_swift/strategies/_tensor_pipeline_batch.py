@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -16,10 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_swift.errors import DataError
+from lightning_swift.errors import DataError, ModelError
 from lightning_swift.parallel.mesh import MeshAxis
 
-__all__ = ["refuse_different_batches", "share_randomness"]
+__all__ = ["FactorCheck", "refuse_different_batches", "share_randomness"]
 
 
 def refuse_different_batches(batch: object, mesh: DeviceMesh, device: torch.device) -> None:
@@ -46,6 +47,40 @@ def refuse_different_batches(batch: object, mesh: DeviceMesh, device: torch.devi
             "the data-parallel ranks) in a sampler or iterable data set of your own, and draw random numbers from a "
             "generator that is seeded alike on these ranks.",
         )
+
+
+class FactorCheck:
+    """Compares what the first losses are multiplied with over all ranks.
+
+    Gradients have been averaged over the data-parallel ranks when they are multiplied, so different factors, such as
+    a weight of each rank's batch, would silently mean something else than under other strategies.
+
+    Args:
+        count: Number of backward passes to look at.
+    """
+
+    def __init__(self, count: int = 4) -> None:
+        self._left = count
+
+    def __call__(self, factor: Tensor) -> None:
+        """Refuse factors that differ. All ranks call it.
+
+        Raises:
+            ModelError: On all ranks.
+        """
+        if self._left == 0:
+            return
+        self._left -= 1
+        ends = torch.stack([factor.detach().float().reshape(()), -factor.detach().float().reshape(())])
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        largest, smallest = ends[0].item(), -ends[1].item()
+        if not math.isclose(largest, smallest, rel_tol=1e-4):
+            raise ModelError(
+                f"the loss is multiplied with {smallest:g} on one rank and {largest:g} on another.",
+                where="training_step",
+                fix="Under stages gradients are averaged over ranks before that: use the same factor on all ranks. To "
+                "weigh batches by their tokens, pass num_items_in_batch=1 to the model for a sum, or use CausalLM.",
+            )
 
 
 def share_randomness(loader: object, *, seed: int, share: int) -> None:

@@ -134,6 +134,7 @@ def test_refused_by_the_model() -> None:
     with pytest.raises(ConfigurationError, match="cannot compile the recomputation"):
         quiet_trainer(strategy=strategy, max_steps=1).fit(UserModule(), loader(Tokens(8), batch_size=4))
     compare_batches()
+    compare_factors()
     keep_random_batches_together()
 
 
@@ -149,6 +150,20 @@ def compare_batches() -> None:
         else:
             trainer.fit(UserModule(), loader(shifted, batch_size=4))
             assert trainer.global_step == 1
+
+
+class Weighs(UserModule):
+    """Weighs the loss of each rank by something of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + torch.distributed.get_rank())
+
+
+def compare_factors() -> None:
+    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1}
+    trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **sizes), max_steps=1)
+    with pytest.raises(ModelError, match="multiplied with 1 on one rank and 2 on another"):
+        trainer.fit(Weighs(), loader(Tokens(8), batch_size=4))
 
 
 class Consumes(UserModule):
