@@ -176,7 +176,8 @@ class Stage(nn.Module):
         else:
             out = pretrained(**arguments, labels=batch.labels, num_items_in_batch=batch.tokens)
             loss, logits = out.loss, out.logits
-        loss = _whole(loss).float().reshape(1)
+        # No view, of which fully_shard warns.
+        loss = _whole(loss).float().reshape(1).clone()
         return (loss, logits) if batch.wants_logits else loss
 
 
