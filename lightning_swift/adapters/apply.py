@@ -226,10 +226,6 @@ def _inject(model: Any, lora: LoraSettings) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     initialise_adapters(model)
-    if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
-        # Reentrant checkpointing gives no gradient to blocks none of whose inputs has one; peft leaves it out for
-        # quantised models.
-        model.enable_input_require_grads()
     return wrapped
 
 

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_swift.adapters.dora import magnitudes, row_norms
-from lightning_swift.adapters.initial import initial_adapter_values
 from lightning_swift.adapters.quantise import is_quantised, quantised_weight
 from lightning_swift.errors import ConfigurationError, ModelError
+from lightning_swift.models._adapters import Part, Region, adapter_parts
 from lightning_swift.models._folder import FolderTensor, WeightReader, read_config, tensors_of
 from lightning_swift.models._naming import listed, match_names
 
@@ -32,8 +31,6 @@ __all__ = ["LoadReport", "Precision", "is_lazy", "lazy_folder", "lazy_pretrained
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
-# Offsets and sizes of a part of a tensor.
-_Region = tuple[tuple[int, ...], tuple[int, ...]]
 _SOURCE = "_lightning_swift_source"
 # What wrappers put into the names of the parameters they wrap: checkpointing, torch.compile, peft.
 _WRAPPERS = re.compile(r"(?:_checkpoint_wrapped_module|_orig_mod|base_layer|original_module|modules_to_save\.[^.]+)\.")
@@ -256,7 +253,7 @@ class _Loader:
         self._used.add(known)
         return self._source.tensors.get(known)
 
-    def _fill(self, empty: nn.Parameter, part: Callable[[_Region], Tensor]) -> None:
+    def _fill(self, empty: nn.Parameter, part: Part) -> None:
         values: Tensor
         if is_quantised(empty):
             whole = part(((0,) * empty.dim(), tuple(empty.shape)))
@@ -282,8 +279,8 @@ class _Loader:
             self._place(filled)
         self._filled[id(empty)] = (empty, filled)
 
-    def _part_reader(self, tensor: FolderTensor, dtype: torch.dtype) -> Callable[[_Region], Tensor]:
-        def read(region: _Region) -> Tensor:
+    def _part_reader(self, tensor: FolderTensor, dtype: torch.dtype) -> Part:
+        def read(region: Region) -> Tensor:
             self._tensors += 1
             # A copy, so that nothing refers to the mapped file once the reader is closed.
             part: Tensor = self._reader.read(tensor, *region)
@@ -292,12 +289,9 @@ class _Loader:
         return read
 
     def _initialise(self, model: nn.Module, missing: dict[str, nn.Parameter]) -> None:
-        for name, value in initial_adapter_values(model):
+        for name, part in adapter_parts(model, self._folder_part, self._device):
             if name in missing:
-                self._fill(missing.pop(name), self._part_of(value))
-        for name, layer, transposed in magnitudes(model):
-            if name in missing:
-                self._fill(missing.pop(name), self._norms(model.get_submodule(layer), layer, transposed=transposed))
+                self._fill(missing.pop(name), part)
         if missing:
             raise ModelError(
                 f"{listed(list(missing))} are empty and have no weights in the folder.",
@@ -305,29 +299,10 @@ class _Loader:
                 fix="Build what is added to a lazy model with real values, or build the model with from_pretrained.",
             )
 
-    def _part_of(self, whole: Tensor) -> Callable[[_Region], Tensor]:
-        def cut(region: _Region) -> Tensor:
-            part = whole[tuple(slice(o, o + n) for o, n in zip(*region, strict=True))]
-            return part.to(device=self._device, copy=True).contiguous()
-
-        return cut
-
-    def _norms(self, layer: Any, name: str, *, transposed: bool) -> Callable[[_Region], Tensor]:
-        """Reads the magnitudes of a region: norms of the same rows of the base weight, whole whatever is held of it."""
-        weight = layer.get_base_layer().weight
-
-        def read(region: _Region) -> Tensor:
-            ((first,), (count,)) = region
-            if is_quantised(weight):
-                rows = layer.get_base_layer().dequantize()[first : first + count]
-            else:
-                (tensor, whole) = self._find(f"{name}.weight"), tuple(getattr(weight, "ds_shape", weight.shape))
-                assert tensor is not None
-                part = ((0, first), (whole[0], count)) if transposed else ((first, 0), (count, whole[1]))
-                rows = self._part_reader(tensor, weight.dtype)(part)
-            return row_norms(rows, transposed=transposed).float()
-
-        return read
+    def _folder_part(self, name: str, dtype: torch.dtype) -> tuple[Part, tuple[int, ...]]:
+        tensor = self._find(name)
+        assert tensor is not None
+        return self._part_reader(tensor, dtype), tensor.shape
 
     def _load_buffers(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from lightning_swift.adapters.apply import apply_adapters
 from lightning_swift.adapters.quantise import quantised_layers
@@ -12,13 +11,10 @@ from lightning_swift.adapters.settings import AdapterSettings
 from lightning_swift.errors import ModelError
 from lightning_swift.parallel.dtypes import PrecisionPolicy
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
 __all__ = ["add_adapters"]
 
 
-def add_adapters(module: pl.LightningModule, settings: AdapterSettings, policy: PrecisionPolicy, strategy: str) -> None:
+def add_adapters(module: nn.Module, settings: AdapterSettings, policy: PrecisionPolicy, strategy: str) -> None:
     """Put the adapters into ``module`` before it is cut; say so in one line.
 
     Raises:
