@@ -1,1 +1,1 @@
-"""Does it fit, how fast is it, which strategy: pure functions on sizes, without Lightning and (but for the trace) torch."""
+"""Does it fit, how fast is it, which strategy: functions on sizes, without Lightning and, but for the trace, torch."""

@@ -201,7 +201,7 @@ class Ops:
     # -- matrix products
 
     def linear(self, x: Value, features: tuple[float, float], *, bias: bool = False, block: bool = True) -> Value:
-        """``x @ W.t() + b`` with ``W`` of ``features = (in, out)``; with adapters and quantised where the block has them."""
+        """``x @ W.t() + b`` with ``W`` of ``features = (in, out)``; adapted and quantised in blocks."""
         arithmetic = self.arithmetic
         base = self._linear(x, features, trained=arithmetic.full, bias=bias, block=block)
         if arithmetic.adapter is None or not block:
@@ -291,7 +291,7 @@ class Ops:
         del high
         return self.cast(total, base.size)
 
-    def _magnitude(self, base: Value, high: Value, weights: int, fan_out: int) -> tuple[Value, Value]:
+    def _magnitude(self, base: Value, high: Value, weights: float, fan_out: float) -> tuple[Value, Value]:
         """DoRA: the norm of the whole weight is taken in a dense copy, then both terms are scaled."""
         whole = self.new(weights * high.size)
         total = self.new(weights * high.size)
@@ -299,7 +299,7 @@ class Ops:
         scaled = self.scale_trained(self.constant(base, high.size), fan_out, high.size)
         return scaled, self.scale_trained(high, fan_out, high.size)
 
-    def scale_trained(self, x: Value, features: int, weight: int) -> Value:
+    def scale_trained(self, x: Value, features: float, weight: int) -> Value:
         """``m * x`` with a trained vector ``m``, for DoRA."""
         nbytes = x.nbytes
 
@@ -340,7 +340,7 @@ class Ops:
 
     # -- attention
 
-    def attention(self, q: Value, k: Value, v: Value, heads: int, groups: int) -> Value:
+    def attention(self, q: Value, k: Value, v: Value, heads: float, groups: int) -> Value:
         """What FlashAttention-2 allocates: output and log-sum-exp; backward an FP32 dq, expanded dk and dv."""
         size = self.arithmetic.compute
         rows = q.n

@@ -1,4 +1,4 @@
-"""Counts the storages that PyTorch creates and frees while a block of code runs, fake or real, and what the peak was."""
+"""Counts the storages that PyTorch creates and frees while code runs, fake or real, and what the peak was."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ATTENTION", "build_model", "block_list", "register_attention"]
+__all__ = ["ATTENTION", "block_list", "build_model", "register_attention"]
 
 # The name must not contain "flash": transformers then looks for the package.
 ATTENTION = "lightning_swift_planner"
@@ -34,7 +34,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, _value, _out, statistics = ctx.saved_tensors
         batch, heads, length, width = query.shape
         groups = key.shape[1]
@@ -74,7 +74,7 @@ class _Nf4(torch.autograd.Function):
         return x @ layer.expanded(x.dtype).t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad @ ctx.layer.expanded(grad.dtype), None
 
 
@@ -83,7 +83,7 @@ class _QuantisedLinear(nn.Module):
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        self.shape = (base.out_features, base.in_features)
+        self.dense_shape = (base.out_features, base.in_features)
         n = base.weight.numel()
         device = base.weight.device
         self.register_buffer("packed", torch.empty(n // 2, 1, dtype=torch.uint8, device=device))
@@ -91,8 +91,9 @@ class _QuantisedLinear(nn.Module):
         self.register_buffer("outer", torch.empty(-(-n // 64 // _TABLE), dtype=torch.float32, device=device))
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
-        scales = torch.empty(self.scales.shape, dtype=torch.float32, device=self.scales.device)
-        dense = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
+        packed, stored = self.get_buffer("packed"), self.get_buffer("scales")
+        scales = torch.empty(stored.shape, dtype=torch.float32, device=stored.device)
+        dense = torch.empty(self.dense_shape, dtype=dtype, device=packed.device)
         del scales
         return dense
 
@@ -118,7 +119,8 @@ class _AdaptedLinear(nn.Module):
         kind = result.dtype
         x = x.to(self.down.weight.dtype)
         result = result + self.up(self.down(self.dropout(x))) * 2.0
-        return result.to(kind)
+        cast: Tensor = result.to(kind)
+        return cast
 
 
 def build_model(config: Mapping[str, Any], request: Mapping[str, Any], device: str) -> nn.Module:

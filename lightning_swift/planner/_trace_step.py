@@ -68,7 +68,8 @@ class _Run:
         _cut(self.model, request["stage"])
         if request["checkpointing"] != "none":
             apply_checkpointing(self.model, CheckpointingSettings(request["checkpointing"]))
-        self.model.in_chunks = self._chunked
+        # Called by name, since FSDP can only gather around methods of the model.
+        object.__setattr__(self.model, "in_chunks", self._chunked)
         if mesh is not None:
             _shard(self.model, mesh, request)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]

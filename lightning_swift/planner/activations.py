@@ -180,7 +180,7 @@ class _Walk:
         else:
             arrived = self._whole(ops, inputs, stop, held)
         kept = sum(value.buffer.nbytes for value in held if value.buffer is not None)
-        outcome = {
+        outcome: dict[str, float] = {
             "loss": ledger.peak - before,
             "loss_logits": ledger.loss_at_peak,
             "kept": kept,

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Record", "Calibration", "calibration_file", "read_calibration", "record_run"]
+__all__ = ["Calibration", "Record", "calibration_file", "read_calibration", "record_run"]
 
 _VARIABLE = "LIGHTNING_SWIFT_CALIBRATION"
 # Older runs say less about the versions installed now.

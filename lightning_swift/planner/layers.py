@@ -135,8 +135,10 @@ def _fused_attention(ops: Ops, part: Part, hidden: Value, q: float, kv: float) -
     gather = ops.node([joined.node], lambda grad: [ops.new(whole)])
     views = [Value(part.tokens * width, joined.size, joined.buffer, gather) for width in (q, kv, kv)]
     del joined
-    mixed = ops.attention(*views, part.heads * part.tokens, shape.heads // shape.kv_heads)
+    query, key, value = views
     views.clear()
+    mixed = ops.attention(query, key, value, part.heads * part.tokens, shape.heads // shape.kv_heads)
+    del query, key, value
     return ops.linear(mixed, (q, shape.hidden), bias=shape.family.out_bias)
 
 

@@ -120,15 +120,16 @@ def recipe_text(job: Job, candidate: Candidate, model: str) -> str:
     memory = candidate.memory
     notes = [
         f"Planned for {job.world} x {job.gpu.name}: {job.goal} training of {job.shape.name}, {job.length} tokens.",
-        f"predicted: {memory.low / 1e9:.1f} to {memory.high / 1e9:.1f} GB per GPU, peak at {memory.where}; "
-        f"{memory.host / 1e9:.0f} GB of host memory per machine.",
+        f"predicted: {memory.low / 1e9:.1f} to {memory.high / 1e9:.1f} GB per GPU, peak at {memory.where}",
+        f"and {memory.host / 1e9:.0f} GB of host memory per machine.",
     ]
     if job.loss == "chunked":
         notes.append("This needs a LightningModule that computes its loss in chunks: CausalLM computes it at once.")
     if job.optimizer not in ("adamw",):
         notes.append(f"This needs a LightningModule whose configure_optimizers makes {job.optimizer}.")
     header = "".join(f"# {note}\n" for note in notes)
-    return header + yaml.safe_dump(_recipe(job, candidate.layout, model), sort_keys=False)
+    text: str = yaml.safe_dump(_recipe(job, candidate.layout, model), sort_keys=False)
+    return header + text
 
 
 def write_recipe(path: Path, text: str) -> None:

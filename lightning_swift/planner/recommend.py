@@ -43,7 +43,8 @@ def why(plan: Plan) -> str:
     simpler = [item for item in plan.rejected if item.memory is not None and item.layout.strategy != layout.strategy]
     memory = f"{best.memory.peak / 1e9:.1f} of {job.gpu.memory / 1e9:.1f} GB per GPU, peak at {best.memory.where}"
     reason = f"; {simpler[0].layout.strategy} {simpler[0].reason}" if simpler else "; the fastest that fits"
-    return f"{layout.strategy} for {job.goal} training of {job.shape.name} on {job.world} x {job.gpu.name}: {memory}{reason}."
+    task = f"{job.goal} training of {job.shape.name} on {job.world} x {job.gpu.name}"
+    return f"{layout.strategy} for {task}: {memory}{reason}."
 
 
 def refusal(plan: Plan, limits: Limits | None = None) -> ConfigurationError:

@@ -58,8 +58,8 @@ def assumptions(job: Job, calibration: Calibration) -> list[str]:
         "attention of the FlashAttention kind (no S x S matrix)",
         f"loss: {losses[job.loss]}",
         f"optimizer {job.optimizer}, {job.precision}",
-        f"{job.host_bytes / 1e9:.0f} GB of host memory per machine, {job.network_bytes / 1e9:g} GB/s per card between "
-        "machines",
+        f"{job.host_bytes / 1e9:.0f} GB of host memory per machine",
+        f"{job.network_bytes / 1e9:g} GB/s per card between machines",
         f"memory {calibration}",
         "0 to 12 % over what PyTorch asks for is lost to fragmentation, 0.4 to 1.2 GB go to CUDA",
     ]
@@ -150,8 +150,8 @@ def print_plan(
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
     job = plan.job
     console.print(
-        f"[bold]{job.shape.name}[/bold]: {job.shape.parameters / 1e9:.2f} B parameters, {job.goal}, {job.length} tokens, "
-        f"{job.world} x {job.gpu.name} ({job.gpu.memory / 1e9:.1f} GB)"
+        f"[bold]{job.shape.name}[/bold]: {job.shape.parameters / 1e9:.2f} B parameters, {job.goal}, "
+        f"{job.length} tokens, {job.world} x {job.gpu.name} ({job.gpu.memory / 1e9:.1f} GB)"
     )
     if plan.candidates:
         _print_table(console, plan)
@@ -219,9 +219,8 @@ def _bar(memory: Memory, most: float, limit: float) -> Any:
         cells += width
     bar.append(" " * (_WIDTH - cells))
     mark = min(_WIDTH - 1, round(limit / most * _WIDTH))
-    plain = bar.plain
-    bar = bar[:mark] + Text("|", style="bold") + bar[mark + 1 :] if plain[mark : mark + 1] == " " else bar
-    return bar
+    free = bar.plain[mark : mark + 1] == " "
+    return bar[:mark] + Text("|", style="bold") + bar[mark + 1 :] if free else bar
 
 
 def _print_best(console: Console, job: Job, best: Candidate, tokens: float | None, price: float | None) -> None:
