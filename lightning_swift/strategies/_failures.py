@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 __all__ = ["FailureWatch"]
 
@@ -44,7 +44,7 @@ class FailureWatch:
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self._store = dist.PrefixStore(f"lightning_swift/watch/{next(_watches)}", _get_default_store())
+        self._store = PrefixStore(f"lightning_swift/watch/{next(_watches)}", _get_default_store())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning-swift-failures", daemon=True)
         self._thread.start()

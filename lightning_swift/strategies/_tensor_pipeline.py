@@ -44,6 +44,7 @@ from lightning_swift.strategies._tensor_pipeline_model import (
     plan_pipeline,
     put_pipeline,
     saved_model,
+    stages_of,
     without_idle,
 )
 from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions
@@ -147,7 +148,7 @@ class TensorPipelineEngine(MeshStrategy):
 
     @override
     def _add_adapters(self, module: nn.Module) -> None:
-        for stage in self._pipelined_model.stages:
+        for stage in stages_of(self._pipelined_model):
             super()._add_adapters(stage)
 
     @override
@@ -157,7 +158,7 @@ class TensorPipelineEngine(MeshStrategy):
         tensor_mesh = self.device_mesh[MeshAxis.TP]
         self._reports = [
             apply_tensor_parallel(stage.model, tensor_mesh, self.options.tensor, first=stage.first, last=stage.last)
-            for stage in self._pipelined_model.stages
+            for stage in stages_of(self._pipelined_model)
         ]
 
     @override
@@ -169,7 +170,7 @@ class TensorPipelineEngine(MeshStrategy):
     def _finish(self, module: pl.LightningModule, blocks: int) -> None:
         pipelined = self._pipelined_model
         partial = set[nn.Parameter]()
-        for stage, report in zip(pipelined.stages, self._reports, strict=False):
+        for stage, report in zip(stages_of(pipelined), self._reports, strict=False):
             partial |= partial_parameters(stage.model, report)
         if partial:
             group = self.device_mesh.get_group(MeshAxis.TP)
@@ -179,7 +180,7 @@ class TensorPipelineEngine(MeshStrategy):
 
     @override
     def _saved_model(self) -> HuggingFaceModel | None:
-        return saved_model(self._module, self._dealt)
+        return saved_model(self._module, self._pipelined_model, self._dealt)
 
     @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning_swift.parallel.anatomy import Anatomy, probe
 from lightning_swift.parallel.mesh import MeshAxis, MeshSizes
 from lightning_swift.parallel.pipeline import PipelinedModel
 from lightning_swift.parallel.schedule import ScheduleSettings
-from lightning_swift.parallel.stages import balance, cut, stage_shares
+from lightning_swift.parallel.stages import Stage, balance, cut, stage_shares
 from lightning_swift.parallel.tensor import check_tensor_parallel, tensor_parallel_context
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, adapter_configs
 from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions, load_loss
@@ -31,6 +31,7 @@ __all__ = [
     "plan_pipeline",
     "put_pipeline",
     "saved_model",
+    "stages_of",
     "without_idle",
 ]
 
@@ -113,11 +114,16 @@ def put_pipeline(
     return pipelined
 
 
+def stages_of(pipelined: PipelinedModel) -> list[Stage]:
+    """The stages of this rank, first one first."""
+    return [stage for stage in pipelined.stages if isinstance(stage, Stage)]
+
+
 def copies_of_tied_weights(pipelined: PipelinedModel, pipeline: Pipeline) -> frozenset[nn.Parameter]:
     """The parameters of this rank of which the first stage holds the original."""
     if not pipeline.tied or len(pipeline.bounds) == 1:
         return frozenset()
-    last = (stage for stage in pipelined.stages if stage.last)
+    last = (stage for stage in stages_of(pipelined) if stage.last)
     return frozenset(stage.pretrained.get_parameter(name) for stage in last for name in stage.tied)
 
 
@@ -135,10 +141,11 @@ def without_idle(state: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]
     return {name: value for name, value in state.items() if f".{pipeline.path}.{_IDLE}." not in name}
 
 
-def saved_model(module: nn.Module, pipeline: Pipeline) -> HuggingFaceModel:
+def saved_model(module: nn.Module, pipelined: PipelinedModel, pipeline: Pipeline) -> HuggingFaceModel:
     """The Hugging Face model with the config that is saved, and its path in the whole module."""
-    stage = module.get_submodule(pipeline.path).stages[0]
-    wrapper, path = stage.model, pipeline.path
+    stage = stages_of(pipelined)[0]
+    wrapper: nn.Module | None = stage.model
+    path = pipeline.path
     if wrapper is stage.pretrained:
         wrapper, path = _wrapper_around(module, pipeline.path)
     adapters = adapter_configs(wrapper) if hasattr(wrapper, "peft_config") else None

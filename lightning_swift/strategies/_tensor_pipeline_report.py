@@ -27,7 +27,7 @@ def startup_table(pipeline: Pipeline) -> str:
 
 def _rows(pipeline: Pipeline) -> list[tuple[str, ...]]:
     last = len(pipeline.bounds) - 1
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for number, (start, end) in enumerate(pipeline.bounds):
         parts = ["embedding"] if number == 0 else []
         parts.append(str(start) if end - start == 1 else f"{start}-{end - 1}")
