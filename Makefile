@@ -8,11 +8,12 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c configs/
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-all lint bench clean
+.PHONY: help install quickstart quickstart-qlora test test-all lint bench clean
 
 help:
 	@echo "install     create .venv and install lightning-swift into it"
 	@echo "quickstart  fine-tune, merge, export and try a real small model on 2 CPU ranks"
+	@echo "quickstart-qlora  the same by QLoRA: adapters on 4-bit weights, in one process"
 	@echo "test        install what tests need and run them"
 	@echo "test-all    lint, types and tests"
 	@echo "lint        ruff and mypy --strict"
@@ -44,6 +45,11 @@ install: $(VENV)/.install
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python -m recipes.quickstart
+
+# One process, so it may have every core.
+quickstart-qlora: OMP_NUM_THREADS := $(shell getconf _NPROCESSORS_ONLN)
+quickstart-qlora: $(VENV)/.quickstart
+	$(BIN)/python -m recipes.quickstart qlora
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
