@@ -245,7 +245,7 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
     def _start_training(self, module: pl.LightningModule) -> None:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
         optimizer = check_single(optimizers)
-        keep_trainable(optimizer)
+        keep_trainable(optimizer, [config.scheduler for config in schedulers])
         optimizer = self._suited(optimizer)
         self.model, wrapped = start_engine(module, self._config, optimizer=optimizer, local_rank=self.local_rank)
         self._engine.set_gradient_accumulation_boundary(True)
