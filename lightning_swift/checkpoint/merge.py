@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning_swift.checkpoint.base import verified_base
 from lightning_swift.checkpoint.distcp import read_index
 from lightning_swift.checkpoint.dtypes import FLOATS, Block
+from lightning_swift.checkpoint.experts import with_expert_names
 from lightning_swift.checkpoint.faults import faultpoint
 from lightning_swift.checkpoint.huggingface_files import copy_companions, read_config, write_config
 from lightning_swift.checkpoint.layout import Manifest
@@ -107,7 +108,7 @@ def merge_checkpoint(
     ):
         config = read_config(checkpoint, manifest)
         stored = stored_weights(manifest, read_index(checkpoint), checkpoint, folder_of_base)
-        tensors = _outputs(manifest, stored, config, checkpoint, dtype)
+        tensors = with_expert_names(_outputs(manifest, stored, config, checkpoint, dtype), config)
         ties = manifest.tied if config is None else None
         files = write_weights(folder, tensors, max_shard_size=limit, metadata=ties)
         faultpoint(POINT_BEFORE_CONFIG)
@@ -117,7 +118,7 @@ def merge_checkpoint(
     return MergeReport(
         output=output,
         files=files,
-        tensors=len(tensors),
+        tensors=sum(len(tensor.entries) for tensor in tensors),
         parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         dtype=_main_dtype(tensors),

@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_swift.checkpoint.dtypes import ITEM_SIZES, SAFETENSORS_NAMES, Block
 from lightning_swift.errors import ConfigurationError, ExportError
 
-__all__ = ["OutputTensor", "parse_size", "plan_files", "write_weights"]
+__all__ = ["OutputTensor", "Part", "parse_size", "plan_files", "write_weights"]
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?I?B)", re.IGNORECASE)
 _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)}}
@@ -26,13 +26,30 @@ _THREADS = 4
 
 
 @dataclass(frozen=True)
+class Part:
+    """A tensor of the file that is a run of bytes of an :class:`OutputTensor`."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write: ``blocks()`` gives its bytes in row-major order, in ``dtype``."""
+    """One tensor to write: ``blocks()`` gives its bytes in row-major order, in ``dtype``.
+
+    With ``parts`` the file has these in its place, one after the other in the same bytes.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[Block]]
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def entries(self) -> tuple[Part, ...]:
+        """What the header of the file lists."""
+        return self.parts or (Part(self.name, self.shape),)
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +125,9 @@ def write_weights(
             "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
             "total_size": sum(tensor.nbytes for tensor in tensors),
         },
-        "weight_map": dict(sorted((tensor.name, name) for name, group in files.items() for tensor in group)),
+        "weight_map": dict(
+            sorted((entry.name, name) for name, group in files.items() for tensor in group for entry in tensor.entries)
+        ),
     }
     index_name = f"{stem}.safetensors.index.json"
     (folder / index_name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -146,12 +165,14 @@ def _header(tensors: Sequence[OutputTensor], metadata: dict[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": metadata}
     position = 0
     for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.nbytes],
-        }
-        position += tensor.nbytes
+        for entry in tensor.entries:
+            end = position + math.prod(entry.shape) * ITEM_SIZES[tensor.dtype]
+            header[entry.name] = {
+                "dtype": SAFETENSORS_NAMES[tensor.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
