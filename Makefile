@@ -11,13 +11,13 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install quickstart quickstart-qlora test test-all lint bench clean
 
 help:
-	@echo "install     create .venv and install lightning-swift into it"
-	@echo "quickstart  fine-tune, merge, export and try a real small model on 2 CPU ranks"
+	@echo "install           create .venv and install lightning-swift into it"
+	@echo "quickstart        fine-tune, merge, export and try a real small model on 2 CPU ranks"
 	@echo "quickstart-qlora  the same by QLoRA: adapters on 4-bit weights, in one process"
-	@echo "test        install what tests need and run them"
-	@echo "test-all    lint, types and tests"
-	@echo "lint        ruff and mypy --strict"
-	@echo "bench       every benchmark, ours beside its peers"
+	@echo "test              install what tests need and run them"
+	@echo "test-all          lint, types and tests"
+	@echo "lint              ruff and mypy --strict"
+	@echo "bench             every benchmark, ours beside its peers"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
