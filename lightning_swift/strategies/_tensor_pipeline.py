@@ -44,6 +44,7 @@ from lightning_swift.strategies._tensor_pipeline_model import (
     plan_pipeline,
     put_pipeline,
     saved_model,
+    share_tied_weights,
     stages_of,
     without_idle,
 )
@@ -92,12 +93,9 @@ class TensorPipelineEngine(MeshStrategy):
         self._compared.clear()
         super().setup(trainer)
         pipelined = self._pipelined_model
-        self._precision.other_stages = OtherStages(
-            self.device_mesh.get_group(MeshAxis.PP),
-            self.root_device,
-            frozenset(copies_of_tied_weights(pipelined, self._dealt)),
-        )
-        self._pipelined_model.on_backward = FactorCheck() if self.mesh_sizes.data_parallel > 1 else None
+        copies = copies_of_tied_weights(pipelined, self._dealt)
+        self._precision.other_stages = OtherStages(self.device_mesh.get_group(MeshAxis.PP), self.root_device, copies)
+        pipelined.on_backward = FactorCheck() if self.mesh_sizes.data_parallel > 1 else None
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(startup_table(self._dealt))
 
@@ -143,7 +141,8 @@ class TensorPipelineEngine(MeshStrategy):
     def _split_into_stages(self, module: pl.LightningModule) -> None:
         self._refuse_recomputed_kernels(module)
         pipeline = plan_pipeline(module, self.mesh_sizes, self.options)
-        put_pipeline(module, pipeline, self.device_mesh, self.options)
+        pipelined = put_pipeline(module, pipeline, self.device_mesh, self.options)
+        share_tied_weights(pipelined, pipeline, self.device_mesh, self.root_device)
         setattr(module, _PIPELINE, pipeline)
 
     @override

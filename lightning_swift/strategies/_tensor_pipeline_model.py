@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +32,7 @@ __all__ = [
     "plan_pipeline",
     "put_pipeline",
     "saved_model",
+    "share_tied_weights",
     "stages_of",
     "without_idle",
 ]
@@ -117,6 +119,31 @@ def put_pipeline(
 def stages_of(pipelined: PipelinedModel) -> list[Stage]:
     """The stages of this rank, first one first."""
     return [stage for stage in pipelined.stages if isinstance(stage, Stage)]
+
+
+@torch.no_grad()
+def share_tied_weights(pipelined: PipelinedModel, pipeline: Pipeline, mesh: DeviceMesh, device: torch.device) -> None:
+    """Give the last stage's copies of tied weights the values of the first stage's.
+
+    Ranks that make random weights without a common seed hold different ones. Empty weights are read from one folder.
+    """
+    count, pp = len(pipeline.bounds), pipeline.sizes.pp
+    ends = [pipeline.schedule.rank_of(number, pp) for number in (0, count - 1)]
+    if ends[0] == ends[1]:
+        # The one rank has copied it when it cut the model.
+        return
+    group = mesh.get_group(MeshAxis.PP)
+    for stage in stages_of(pipelined):
+        for name in stage.tied if stage.first or stage.last else ():
+            weight = stage.pretrained.get_parameter(name)
+            if weight.is_meta:
+                continue
+            if stage.first:
+                dist.send(weight.detach().to(device), group=group, group_dst=ends[1])
+            else:
+                received = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                dist.recv(received, group=group, group_src=ends[0])
+                weight.copy_(received)
 
 
 def copies_of_tied_weights(pipelined: PipelinedModel, pipeline: Pipeline) -> frozenset[nn.Parameter]:

@@ -13,7 +13,7 @@ from lightning_swift.errors import ConfigurationError, DataError, ModelError
 from lightning_swift.parallel.checkpointing import CheckpointingSettings
 from lightning_swift.parallel.mesh import MeshSizes
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
-from tests.harness.models import Tokens, UserModule, loader, quiet_trainer
+from tests.harness.models import Tokens, UserModule, loader, quiet_trainer, tiny_config
 from tests.harness.ranks import ranks
 
 AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
@@ -135,6 +135,7 @@ def test_refused_by_the_model() -> None:
         quiet_trainer(strategy=strategy, max_steps=1).fit(UserModule(), loader(Tokens(8), batch_size=4))
     compare_batches()
     compare_factors()
+    start_from_one_tied_weight()
     keep_random_batches_together()
 
 
@@ -150,6 +151,28 @@ def compare_batches() -> None:
         else:
             trainer.fit(UserModule(), loader(shifted, batch_size=4))
             assert trainer.global_step == 1
+
+
+class Unseeded(UserModule):
+    """Random weights that are different on each rank."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            from transformers import AutoModelForCausalLM
+
+            torch.manual_seed(torch.distributed.get_rank())
+            self.model = AutoModelForCausalLM.from_config(tiny_config("qwen3")).train()
+
+
+def start_from_one_tied_weight() -> None:
+    module = Unseeded()
+    trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **PP2), max_steps=3)
+    trainer.fit(module, loader(Tokens(32), batch_size=4))
+    weight = module.model.stages[0].pretrained.get_input_embeddings().weight.full_tensor().detach()
+    other = weight.clone()
+    torch.distributed.broadcast(other, src=0)
+    # Both copies have had the same sum of gradients and the same steps.
+    assert torch.equal(weight, other)
 
 
 class Weighs(UserModule):
