@@ -251,7 +251,7 @@ class CausalLM(L.LightningModule):
     @property
     def _averaged_in_forward(self) -> bool:
         """Whether gradients are averaged over ranks in the forward pass already, as in a pipeline."""
-        return self._exact and getattr(self.trainer.strategy, "averages_in_forward", False)
+        return self._exact and bool(getattr(self.trainer.strategy, "averages_in_forward", False))
 
     def _reduce_sum(self, values: Tensor) -> Tensor:
         total: Tensor = self.trainer.strategy.reduce(values, reduce_op="sum")
