@@ -141,7 +141,7 @@ class TensorPipelineEngine(MeshStrategy):
     def _split_into_stages(self, module: pl.LightningModule) -> None:
         self._refuse_recomputed_kernels(module)
         pipeline = plan_pipeline(module, self.mesh_sizes, self.options)
-        pipelined = put_pipeline(module, pipeline, self.device_mesh, self.options)
+        pipelined = put_pipeline(module, pipeline, self.device_mesh, self.options, device=self.root_device)
         share_tied_weights(pipelined, pipeline, self.device_mesh, self.root_device)
         setattr(module, _PIPELINE, pipeline)
 

@@ -93,9 +93,14 @@ def plan_pipeline(module: pl.LightningModule, sizes: MeshSizes, options: TensorP
 
 
 def put_pipeline(
-    module: pl.LightningModule, pipeline: Pipeline, mesh: DeviceMesh, options: TensorPipelineOptions
+    module: pl.LightningModule,
+    pipeline: Pipeline,
+    mesh: DeviceMesh,
+    options: TensorPipelineOptions,
+    *,
+    device: torch.device,
 ) -> PipelinedModel:
-    """Put this rank's stages in the place of the model."""
+    """Put this rank's stages, which compute on ``device``, in the place of the model."""
     owner, name = _owner(module, pipeline.path)
     model = getattr(owner, name)
     axis = mesh[MeshAxis.PP]
@@ -110,6 +115,7 @@ def put_pipeline(
         step_context=lambda: tensor_parallel_context(options.tensor),
         loss_fn=load_loss(options.loss_fn),
         gather_logits=options.gather_logits,
+        device=device,
     )
     pipelined.train(training)
     setattr(owner, name, pipelined)
