@@ -63,20 +63,24 @@ class LogitsGatherer:
         self._group, self._last_rank = group, last_rank
         self._kind: tuple[int, torch.dtype] | None = None
 
-    def gather(self, parts: Sequence[Any], batch: PipelineBatch) -> Tensor:
-        """Logits ``[rows, length, vocabulary]`` without padding, from those of each microbatch on the last stage."""
-        mine = self._joined(parts, batch) if parts else None
+    def gather(self, parts: Sequence[Any], batch: PipelineBatch, *, last: int | None = None) -> Tensor:
+        """Logits ``[rows, length, vocabulary]`` without padding, from those of each microbatch on the last stage.
+
+        ``last`` limits them to that many positions at the end.
+        """
+        length = batch.length if last is None else last
+        mine = self._joined(parts, batch, length) if parts else None
         if self._kind is None:
             self._kind = self._agreed_kind(mine)
         if mine is None:
             size, dtype = self._kind
-            mine = torch.empty((batch.rows, batch.length, size), dtype=dtype, device=batch.inputs.device)
+            mine = torch.empty((batch.rows, length, size), dtype=dtype, device=batch.inputs.device)
         dist.broadcast(mine, group=self._group, group_src=self._last_rank)
         return mine
 
-    def _joined(self, parts: Sequence[Any], batch: PipelineBatch) -> Tensor:
+    def _joined(self, parts: Sequence[Any], batch: PipelineBatch, length: int) -> Tensor:
         whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
-        return torch.cat(whole)[: batch.rows, : batch.length].contiguous()
+        return torch.cat([part[:, batch.length - length : batch.length] for part in whole])[: batch.rows].contiguous()
 
     def _agreed_kind(self, mine: Tensor | None) -> tuple[int, torch.dtype]:
         kind: list[Any] = [None if mine is None else (mine.shape[-1], mine.dtype)]

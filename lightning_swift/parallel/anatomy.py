@@ -99,6 +99,7 @@ def probe(model: nn.Module) -> Anatomy:
     if key not in _known:
         _known[key] = _examine(pretrained)
     _refuse_additions(pretrained, _known[key])
+    _refuse_sharing(pretrained, _known[key])
     return _known[key]
 
 
@@ -228,6 +229,18 @@ def _refuse_additions(model: nn.Module, anatomy: Anatomy) -> None:
     added = sorted(name for name, _ in siblings(model, anatomy.layers) if name not in known)
     if added:
         raise _refusal(model, f"has {', '.join(added)}, which no model of its configuration has")
+
+
+def _refuse_sharing(model: nn.Module, anatomy: Anatomy) -> None:
+    """Only what runs before the layers may share weights with what runs after them: an embedding with the head."""
+    layers = model.get_submodule(anatomy.layers).named_children()
+    parts = [*((f"{anatomy.layers}.{number}", layer) for number, layer in layers), *siblings(model, anatomy.layers)]
+    owners: dict[int, str] = {}
+    for name, part in parts:
+        for parameter in part.parameters():
+            owner = owners.setdefault(id(parameter), name)
+            if owner != name and not {owner, name} <= anatomy.before | anatomy.after:
+                raise _refusal(model, f"has a weight that {owner} and {name} share")
 
 
 def _accepts(function: Any, name: str) -> bool:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_swift.errors import DataError, ModelError
 from lightning_swift.parallel._pipeline_batch import PipelineBatch, prepare
 from lightning_swift.parallel._pipeline_evaluation import evaluate
+from lightning_swift.parallel._pipeline_generate import generate
 from lightning_swift.parallel._pipeline_gradients import deposit, sum_tied, taken_gradients
 from lightning_swift.parallel._pipeline_output import LogitsGatherer, PipelineOutput
 from lightning_swift.parallel._pipeline_schedule import ScheduleBuilder
@@ -95,7 +96,7 @@ class PipelinedModel(nn.Module):
         self._activation_dtype, self._device = activation_dtype, device
         self._builder: ScheduleBuilder | None = None
         self._logits = LogitsGatherer(group, self._last_rank)
-        self._warned = False
+        self._warned, self._generations = False, 0
         for stage in stages:
             stage.sequence_shards, stage.loss_fn = length_multiple, loss_fn
         # Lightning notes the mode of each module by name and restores it after validation.
@@ -114,7 +115,8 @@ class PipelinedModel(nn.Module):
     @property
     def activation_dtype(self) -> torch.dtype:
         """Type of the hidden states between stages."""
-        return self._activation_dtype or next(self.parameters()).dtype
+        # Packed weights of quantised layers are integers.
+        return self._activation_dtype or next(p.dtype for p in self.parameters() if p.is_floating_point())
 
     @property
     def schedule_builds(self) -> tuple[int, float]:
@@ -154,19 +156,24 @@ class PipelinedModel(nn.Module):
             DataError: No labels, or tensors that do not fit; before any communication.
         """
         given = {**arguments, "attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
-        batch = prepare(
-            input_ids,
-            given,
-            microbatches=self.schedule.microbatches,
-            length_multiple=self._length_multiple,
-            config=self.config,
-        )
+        batch = self._prepared(input_ids, given)
         self._warn_of_padding(batch)
         if torch.is_grad_enabled():
             return self._train(batch)
         # Lightning evaluates in inference mode under NCCL; gathered FSDP parameters made in it could not be trained.
         with torch.inference_mode(False), torch.no_grad():
             return self._evaluate(batch)
+
+    def _prepared(self, input_ids: Tensor | None, arguments: dict[str, Any]) -> PipelineBatch:
+        for stage in self._stages:
+            stage.activation_dtype = self.activation_dtype
+        return prepare(
+            input_ids,
+            arguments,
+            microbatches=self.schedule.microbatches,
+            length_multiple=self._length_multiple,
+            config=self.config,
+        )
 
     def _train(self, batch: PipelineBatch) -> PipelineOutput:
         if batch.labels is None:
@@ -203,8 +210,6 @@ class PipelinedModel(nn.Module):
 
     def _built(self) -> ScheduleBuilder:
         if self._builder is None:
-            for stage in self._stages:
-                stage.activation_dtype = self.activation_dtype
             self._builder = ScheduleBuilder(
                 self._stages,
                 self.schedule,
@@ -215,6 +220,14 @@ class PipelinedModel(nn.Module):
         return self._builder
 
     def _evaluate(self, batch: PipelineBatch) -> PipelineOutput:
+        pairs = self._forward_only(batch, logits=self.gather_logits)
+        loss = None if batch.labels is None else self._shared_loss([loss for loss, _ in pairs], batch)
+        if not self.gather_logits:
+            return PipelineOutput.evaluation(loss)
+        return PipelineOutput.evaluation(loss, self._logits.gather([logits for _, logits in pairs], batch))
+
+    def _forward_only(self, batch: PipelineBatch, *, logits: bool) -> list[tuple[Any, Any]]:
+        """Loss and logits of each microbatch on the rank of the last stage; either may be None."""
         try:
             with self._step_context():
                 results = evaluate(
@@ -223,17 +236,19 @@ class PipelinedModel(nn.Module):
                     self.schedule,
                     group=self.group,
                     activation_dtype=self.activation_dtype,
-                    logits=self.gather_logits,
+                    logits=logits,
                 )
         finally:
             # No backward pass follows that would free the gathered parameters.
             reshard(self)
-        pairs = [result if isinstance(result, tuple) else (result, None) for result in results]
-        loss = None if batch.labels is None else self._shared_loss([loss for loss, _ in pairs], batch)
-        if not self.gather_logits:
-            return PipelineOutput.evaluation(loss)
-        logits = self._logits.gather([logits for _, logits in pairs], batch)
-        return PipelineOutput.evaluation(loss, logits)
+        return [result if isinstance(result, tuple) else (result, None) for result in results]
+
+    def _next_logits(self, arguments: dict[str, Any]) -> Tensor:
+        last = int(arguments.pop("logits_to_keep", 0)) or None
+        batch = self._prepared(arguments.pop("input_ids"), arguments)
+        with torch.inference_mode(False), torch.no_grad():
+            pairs = self._forward_only(batch, logits=True)
+            return self._logits.gather([logits for _, logits in pairs], batch, last=last)
 
     def _shared_loss(self, losses: Sequence[Tensor], batch: PipelineBatch) -> Tensor:
         """The sum of the last stage's losses, on all ranks."""
@@ -264,6 +279,8 @@ class PipelinedModel(nn.Module):
             memo.add(self)
         yield prefix, self
         for stage in self._stages:
+            # The stage too, for what looks for modules by their kind: FSDP takes it for the root.
+            yield prefix, stage
             yield from stage.model.named_modules(memo, prefix, remove_duplicate)
 
     @override
@@ -286,16 +303,13 @@ class PipelinedModel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Not available.
+        """Continue prompts as ``generate`` of the Hugging Face model does, without a cache, on all ranks alike.
 
-        Raises:
-            ModelError: Always.
+        Each new token costs a forward pass of the whole sequence. Arguments are those of Hugging Face; sampling
+        depends on the prompt and on the number of calls, and not on the seed.
         """
-        raise ModelError(
-            "generate needs a cache on all stages and is not available under pipeline parallelism.",
-            where="pipelined model",
-            fix="Export the trained model and generate from it, or use pipeline_parallel_size=1.",
-        )
+        self._generations += 1
+        return generate(self._stages[0].pretrained, self._next_logits, args, kwargs, self._generations)
 
 
 def _check_loss(stage: Stage, loss_fn: LossFunction | None) -> None:

@@ -16,7 +16,7 @@ from lightning_swift.parallel._pipeline_batch import Microbatch
 from lightning_swift.parallel._pipeline_stubs import EmbeddingStub, Entry, Exit, Stub
 from lightning_swift.parallel.anatomy import Anatomy, chain_of, pretrained_inside
 
-__all__ = ["Balance", "LossFunction", "Stage", "balance", "cut", "split", "stage_shares"]
+__all__ = ["Balance", "LossFunction", "Stage", "balance", "cut", "shallow_copy", "split", "stage_shares"]
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -161,9 +161,6 @@ class Stage(nn.Module):
         out: Tensor = pretrained.get_submodule(self.anatomy.layers)[self.bounds[1]].take()
         if self.activation_dtype is not None:
             out = out.to(self.activation_dtype)
-        if torch.is_grad_enabled() and not out.requires_grad:
-            # A stage in which nothing trains: the schedule wants to run its backward pass all the same.
-            out = out.detach().requires_grad_()
         # The zero-bubble schedules detach it in place, which torch does not allow on a view.
         return out.clone() if out._is_view() else out
 
@@ -218,13 +215,14 @@ def _shell(model: nn.Module, anatomy: Anatomy) -> nn.Module:
     """``model`` with modules of its own on the way to the layers, and all other modules shared."""
     layers = pretrained_inside(model).get_submodule(anatomy.layers)
     path = next(name for name, module in model.named_modules() if module is layers)
-    chain = [_shallow(module) for _, module in chain_of(model, path)]
+    chain = [shallow_copy(module) for _, module in chain_of(model, path)]
     for outer, inner, own in zip(chain, chain[1:], path.split("."), strict=False):
         outer._modules[own] = inner
     return chain[0]
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A module with the same children and parameters, whose own may be replaced without changing ``module``."""
     clone = copy.copy(module)
     for name, value in vars(nn.Module()).items():
         # What torch keeps in dictionaries (children, parameters, hooks) would otherwise be shared with the original.

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
+from lightning_swift.parallel._pipeline_gradients import taken_gradients
 from lightning_swift.parallel.pipeline import PipelinedModel
 from tests.harness.ranks import ranks
 from tests.pipeline.references import LOSS, Batch, batch_of, check_gradients, model_of, pipelined, single
@@ -52,6 +54,7 @@ def test_sharded_stages_equal_one_process_also_after_evaluation_and_when_accumul
                 with torch.no_grad():
                     evaluated = model(**batches[rank]).loss
                 assert all(isinstance(p, DTensor) for p in model.parameters()), "left gathered"
+                assert {id(stage) for stage in model.stages} <= {id(part) for part in model.modules()}
                 loss = model(**batches[rank]).loss
                 loss.backward()
                 assert abs(float(loss.detach()) - losses[rank]) < LOSS
@@ -70,8 +73,27 @@ def test_parameters_that_something_left_gathered_are_trained_all_the_same() -> N
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.unshard()
-        model(**batches[rank]).loss.backward()
-    check_gradients(model, gradients, scale=2.0)
+        # Scaled, which gradients that go past the loss would not notice.
+        (3 * model(**batches[rank]).loss).backward()
+    check_gradients(model, gradients, scale=6.0)
+
+
+@ranks(2)
+def test_gradients_come_in_the_layout_of_their_parameters() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = torch.nn.Embedding(8, 4)
+    expected = torch.autograd.grad(plain(torch.tensor([1, 7])).square().sum(), plain.weight)[0]
+    embedding = parallelize_module(plain, mesh, RowwiseParallel(input_layouts=Replicate()))
+    with taken_gradients(list(embedding.parameters())) as collected:
+        embedding(torch.tensor([1, 7])).square().sum().backward()
+        # What autograd leaves here, for an embedding that is cut along its vocabulary.
+        assert embedding.weight.grad.placements != embedding.weight.placements
+    ((parameter, gradient),) = collected.pairs
+    assert parameter is embedding.weight
+    assert gradient.placements == parameter.placements
+    assert torch.equal(gradient.full_tensor(), expected)
+    assert embedding.weight.grad is None
 
 
 @ranks(4)

@@ -228,6 +228,13 @@ def test_models_that_a_split_would_compute_wrongly_are_refused(change: str, mess
         probe(_broken(change))
 
 
+def test_layers_that_share_a_weight_are_refused() -> None:
+    model = tiny_model("llama", layers=4)
+    model.model.layers[3].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ModelError, match=r"a weight that model\.layers\.0 and model\.layers\.3 share"):
+        probe(model)
+
+
 def test_a_loss_with_an_auxiliary_part_is_not_taken_apart() -> None:
     config = tiny_config("mixtral")
     assert probe(tiny_model("mixtral")).counts_tokens
