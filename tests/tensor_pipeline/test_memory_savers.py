@@ -12,9 +12,9 @@ from tests.tensor_pipeline.test_fit import BOTH, FIVE_DECIMALS, LAYERS, PP2
 
 CASES: list[tuple[dict[str, Any], str | None]] = [
     ({**PP2, "schedule": "ZBVZeroBubble"}, "full"),
-    ({**BOTH, "sequence_parallel": True}, "selective"),
+    ({**BOTH, "sequence_parallel": True, "self_check": False}, "selective"),
     ({**PP2, "compile": "aot_eager"}, "full"),
-    ({**BOTH, "compile": "aot_eager"}, None),
+    ({**BOTH, "compile": "aot_eager", "self_check": False}, None),
     ({**PP2, "cpu_offload": True}, None),
 ]
 

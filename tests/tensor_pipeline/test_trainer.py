@@ -40,7 +40,6 @@ OPTIMIZERS: dict[str, Any] = {
     "fused": lambda ps: torch.optim.AdamW(ps, lr=5e-3, eps=1e-5, fused=True),
     "foreach": lambda ps: torch.optim.AdamW(ps, lr=5e-3, eps=1e-5, foreach=True),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=5e-3, eps=1e-5),
 }
 
 
