@@ -112,7 +112,9 @@ def _fit(steps: int, folder: str, strategy: Any) -> Clock:
             clock.tick()
 
     class Module(L.LightningModule):
-        model: Any = None
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = None
 
         def configure_model(self) -> None:
             if self.model is None:
