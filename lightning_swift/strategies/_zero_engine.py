@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -81,6 +80,8 @@ def release_engine(module: nn.Module) -> None:
     for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         handle.remove()
     engine.destroy()
+    # Collected as garbage some time later it would do it again, to what a newer engine has put there.
+    engine.optimizer = None
 
 
 def inference_config(config: DeepSpeedConfig) -> DeepSpeedConfig:
@@ -92,9 +93,3 @@ def inference_config(config: DeepSpeedConfig) -> DeepSpeedConfig:
         # What is about optimizers would start swapping that nothing uses.
         kept["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
     return kept
-
-
-def device_of_parameters(config: DeepSpeedConfig, root_device: torch.device) -> torch.device:
-    """Where parameters lie between steps."""
-    offload = config["zero_optimization"].get("offload_param")
-    return torch.device("cpu") if offload is not None else root_device

@@ -62,13 +62,48 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
 
     Also by name: ``swift_zero1``, ``swift_zero2``, ``swift_zero3`` and ``swift_zero3_offload``, which mean BF16.
 
+    Hugging Face models are partitioned while they are loaded, by ``lazy_pretrained`` as by ``from_pretrained`` in
+    ``configure_model``; buffers keep their dtype. The user's optimizer and schedulers are used: with offload, torch's
+    Adam and AdamW run as DeepSpeed's vectorised Adam for host memory, else with torch's fused kernels. Lightning
+    decides which microbatch ends an accumulation, and DeepSpeed divides no loss a second time.
+
     Args:
-        stage: What is cut up; 3 if neither this nor ``config`` says it.
-        precision: ``"bf16-mixed"``: parameters in BF16, FP32 master weights and moments in the optimizer.
+        stage: 1 cuts optimizer state, 2 gradients too, 3 parameters too. None: what ``config`` says, else 3.
+        precision: ``"bf16-mixed"``: parameters in BF16, FP32 master weights (made from the BF16 ones) and moments.
             ``"bf16-true"``: master weights and moments in BF16 too. ``"32-true"``: everything in FP32.
-        save_frozen: Whether checkpoints repeat frozen weights that are those of the pretrained folder. ``"auto"``
-            leaves them out of models with adapters: the checkpoint then names the folder and its content, and resuming,
-            merging and exporting need it. Whatever is not in the folder as it is in memory is saved in any case.
+        offload_optimizer: Where optimizer state lies and the optimizer runs: ``"none"`` (on the device), ``"cpu"``, or
+            ``"nvme"`` (stage 3 only; states of less than 1 MiB stay in host memory).
+        offload_params: ``"cpu"`` keeps stage 3's partitions in host memory.
+        nvme_path: Folder on a fast local disk, for ``"nvme"``.
+        pin_memory: Page-locked host buffers, for faster copies; ``"auto"`` on GPUs.
+        overlap_comm: Reduce gradients while the backward pass goes on; ``"auto"`` on GPUs.
+        contiguous_gradients: Copy gradients into one buffer as they come, against fragmentation.
+        reduce_bucket_size: Elements reduced at once; ``"auto"`` is the square of the hidden size, at least 2^20.
+        allgather_bucket_size: Elements gathered at once after a step of stages 1 and 2.
+        prefetch_bucket_size: Elements that stage 3 gathers ahead; ``"auto"`` is 0.9 of the square of the hidden size.
+        persistence_threshold: Parameters of stage 3 with fewer elements stay whole; ``"auto"`` is 10 x the hidden size.
+        sub_group_size: Elements that stage 3's optimizer steps on at once, from host memory or disk.
+        reduce_dtype: Dtype in which gradients are summed over ranks. ``"bfloat16"`` halves that traffic and loses
+            precision.
+        lora: Adapters to put into the module's Hugging Face model.
+        quantization: How the frozen linear layers under the adapters are stored: ``"nf4"`` or ``"int8"``.
+        double_quant: With ``"nf4"``, quantise the scales as well.
+        return_freed_memory: Have the C library give large freed blocks back at once; see :class:`FSDPBF16Strategy`.
+        config: A DeepSpeed configuration: a dictionary, the path of a JSON file, or the name of a shipped one
+            (``"z3_offload"``). ``"auto"`` is filled in as by the Hugging Face Trainer. Options given here are merged
+            in; what contradicts them or the Trainer is refused.
+        process_group_backend: ``"nccl"``, ``"gloo"``...; None chooses by device.
+        timeout: Seconds after which a collective that not all ranks have joined is an error.
+
+    Attributes:
+        activation_checkpointing: Set by the callback of that name before the model is set up.
+        chosen_by_name: True if the strategy was built from its registered name, so that the Trainer's precision
+            decides between the BF16 ones.
+        loads_lazy_weights: Tells modules that they may build lazily: weights are read while they are partitioned.
+
+    Raises:
+        ConfigurationError: A value that is not allowed, or options that contradict each other, ``config`` or the
+            Trainer.
     """
 
     loads_lazy_weights = True

@@ -77,10 +77,10 @@ def plain_model(folder: str, kind: str, *, dtype: torch.dtype = torch.float32, *
         # Without this, the first evaluation spoils training on CPUs with AVX512-BF16 (deepspeed.md section 3).
         if hasattr(part, "support_avx512bf16_for_cpu"):
             part.support_avx512bf16_for_cpu = False
-    return model if kind == "full" else _with_adapters(model, folder, **lora)
+    return model if kind == "full" else _with_adapters(model, folder, dtype, **lora)
 
 
-def _with_adapters(model: Any, folder: str, **lora: Any) -> nn.Module:
+def _with_adapters(model: Any, folder: str, dtype: torch.dtype, **lora: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -94,8 +94,8 @@ def _with_adapters(model: Any, folder: str, **lora: Any) -> nn.Module:
     apply_adapters(carrier, settings("lora", **lora), compute_dtype=torch.float32)
     initial = {name: p for name, p in carrier.model.named_parameters() if "lora_A" in name}
     for name, parameter in wrapped.named_parameters():
-        if name in initial:
-            parameter.data = initial[name].detach().clone()
+        if parameter.requires_grad:
+            parameter.data = initial.get(name, parameter).detach().to(dtype, copy=True)
     return wrapped.train()
 
 
