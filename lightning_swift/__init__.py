@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_swift.errors import SwiftError
     from lightning_swift.models.causal_lm import CausalLM
     from lightning_swift.models.lazy import lazy_pretrained
+    from lightning_swift.strategies.auto import AutoStrategy, recommend
     from lightning_swift.strategies.ddp import DDPBF16Strategy
     from lightning_swift.strategies.fsdp import FSDPBF16Strategy
     from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoStrategy",
     "CausalLM",
     "ChatDataModule",
     "DDPBF16Strategy",
@@ -36,9 +38,11 @@ __all__ = [
     "ZeRO3QLoRAStrategy",
     "ZeROStrategy",
     "lazy_pretrained",
+    "recommend",
 ]
 
 _HOME = {
+    "AutoStrategy": "strategies.auto",
     "CausalLM": "models.causal_lm",
     "ChatDataModule": "data.chat",
     "DDPBF16Strategy": "strategies.ddp",
@@ -49,6 +53,7 @@ _HOME = {
     "ZeRO3QLoRAStrategy": "strategies.zero_qlora",
     "ZeROStrategy": "strategies.zero",
     "lazy_pretrained": "models.lazy",
+    "recommend": "strategies.auto",
 }
 
 

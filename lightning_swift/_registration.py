@@ -22,6 +22,11 @@ _LIGHTNING = "lightning.pytorch"
 
 # Name -> module, class, description.
 _NAMES: dict[str, tuple[str, str, str]] = {
+    "swift_auto": (
+        "lightning_swift.strategies.auto",
+        "AutoStrategy",
+        "The strategy that the planner recommends for the model and this machine",
+    ),
     "swift_ddp": (
         "lightning_swift.strategies.ddp",
         "DDPBF16Strategy",

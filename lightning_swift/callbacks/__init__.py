@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_swift.callbacks.activation_checkpointing import ActivationCheckpointing
     from lightning_swift.callbacks.export import ExportForInference
+    from lightning_swift.callbacks.memory_report import MemoryReport
     from lightning_swift.callbacks.merge import MergeShardedCheckpoint
     from lightning_swift.callbacks.sharded_checkpoint import ShardedCheckpoint
 
-__all__ = ["ActivationCheckpointing", "ExportForInference", "MergeShardedCheckpoint", "ShardedCheckpoint"]
+__all__ = [
+    "ActivationCheckpointing",
+    "ExportForInference",
+    "MemoryReport",
+    "MergeShardedCheckpoint",
+    "ShardedCheckpoint",
+]
 
 _HOME = {
     "ActivationCheckpointing": "activation_checkpointing",
     "ExportForInference": "export",
+    "MemoryReport": "memory_report",
     "MergeShardedCheckpoint": "merge",
     "ShardedCheckpoint": "sharded_checkpoint",
 }

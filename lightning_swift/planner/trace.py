@@ -41,7 +41,7 @@ class Trace:
 
 
 def trace_request(
-    config: Mapping[str, Any], job: Job, layout: Layout, *, layers: int, fake: bool = True
+    config: Mapping[str, Any], job: Job, layout: Layout, *, layers: int, stage: int = 0, fake: bool = True
 ) -> dict[str, Any]:
     """One request of the subprocess: plain values.
 
@@ -50,6 +50,7 @@ def trace_request(
         job: What is trained.
         layout: How.
         layers: Layers to build.
+        stage: Pipeline stage.
         fake: False runs the step for real, to check the fake one.
 
     Raises:
@@ -80,10 +81,16 @@ def trace_request(
         "resident": layout.keeps_gradients or layout.accumulate > 1,
         "precision": job.precision,
         "ranks": layout.shard if sharded else 1,
-        "stage": "first" if pipeline else "whole",
-        "flight": int(in_flight(layout, 0)) if pipeline else 1,
+        "stage": _stage_name(layout, stage),
+        "flight": int(in_flight(layout, stage)) if pipeline else 1,
         "fake": fake,
     }
+
+
+def _stage_name(layout: Layout, stage: int) -> str:
+    if layout.pipeline == 1:
+        return "whole"
+    return "first" if stage == 0 else "last" if stage == layout.pipeline - 1 else "middle"
 
 
 def _refuse(job: Job, layout: Layout) -> None:
@@ -145,6 +152,7 @@ def extend(sections: list[dict[str, int]], depths: list[int], layers: int) -> di
     if len(sections) == 1:
         return {name: float(value) for name, value in sections[0].items()}
     (few, more), (low, high) = sections, depths
-    names = few.keys() & more.keys()
+    # Between the ends nothing is higher than at both of them, and what is there depends on the depth.
+    names = (few.keys() & more.keys()) - {"between", "before"}
     slope = {name: (more[name] - few[name]) / (high - low) for name in names}
     return {name: more[name] + slope[name] * (layers - high) for name in names}
