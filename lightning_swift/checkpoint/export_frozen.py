@@ -45,17 +45,18 @@ class FrozenParts:
                 if entry is not None and (part == key or part.startswith(beside)):
                     state[part] = torch.empty(entry[0], dtype=entry[1])
 
-    def fill(self, state: Mapping[str, Tensor], base: Path | None) -> None:
+    def fill(self, state: dict[str, Tensor], base: Path | None) -> None:
         """Give them their values.
 
         Args:
-            state: With what has been read from the checkpoint.
+            state: With what has been read from the checkpoint; they are put back into it.
             base: The verified pretrained folder.
         """
         for name, target in self._packed.items():
             target.copy_(self._unpacked(f"{MODEL_PREFIX}{name}", state))
         if self._from_folder and base is not None:
             self._read_folder(base)
+        state.update({f"{MODEL_PREFIX}{name}": value for name, value in (self._packed | self._from_folder).items()})
 
     def _read_folder(self, folder: Path) -> None:
         from safetensors import safe_open

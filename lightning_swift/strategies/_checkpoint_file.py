@@ -5,29 +5,43 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_swift.checkpoint.pieces import Pieces
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointCorruptError, CheckpointMismatchError, UnsafeCheckpointError
-from lightning_swift.strategies._checkpoint_state import clean, model_state, on_device
+from lightning_swift.strategies._checkpoint_state import Rename, on_device
 
-__all__ = ["load_file"]
+__all__ = ["FileOptimizer", "OptimizerInFile", "load_file"]
 
 
-def load_file(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> dict[str, Any]:
+class FileOptimizer(Protocol):
+    """An optimizer that takes its state from what torch's ``state_dict`` of an unsharded one has saved."""
+
+    def group_sizes(self) -> list[int]:
+        """Number of parameters in each group."""
+
+    def fill(self, saved: Mapping[str, Any]) -> None:
+        """Take this rank's part of ``saved``, whose groups have these sizes."""
+
+
+def load_file(
+    path: Path, target: Mapping[str, Any], optimizers: Sequence[FileOptimizer], *, strict: bool, rename: Rename
+) -> dict[str, Any]:
     """Fill the module, and the optimizers if the file has their state; each rank takes its own slices.
 
     The file is mapped, not read: a rank's memory grows by its shards only.
 
     Args:
         path: The file.
-        module: The sharded LightningModule.
+        target: The tensors of the LightningModule by saved name.
         optimizers: Its optimizers, none when the model is only evaluated.
+        rename: From a name in the file to the saved name.
         strict: Whether missing and unexpected names are errors.
 
     Returns:
@@ -40,8 +54,7 @@ def load_file(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *,
     """
     with Together(Ranks.current(), "reading", path):
         checkpoint = _read(path)
-        weights: dict[str, Any] = {clean(name): value for name, value in checkpoint.pop("state_dict").items()}
-        target = model_state(module)
+        weights: dict[str, Any] = {rename(name): value for name, value in checkpoint.pop("state_dict").items()}
         _compare(path, weights, target, strict=strict)
         states = checkpoint.pop("optimizer_states", None)
         if optimizers and states is not None:
@@ -50,7 +63,7 @@ def load_file(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *,
             if isinstance(target[name], Tensor):
                 _copy(target[name], weights[name])
         for optimizer, state in zip(optimizers, states or (), strict=False):
-            _fill_optimizer(optimizer, state)
+            optimizer.fill(state)
     # Lightning tells a checkpoint of weights alone from a full one by this entry.
     return checkpoint if states is None else {**checkpoint, "optimizer_states": []}
 
@@ -91,9 +104,9 @@ def _compare(path: Path, weights: Mapping[str, Any], target: Mapping[str, Any], 
         )
 
 
-def _compare_groups(path: Path, states: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+def _compare_groups(path: Path, states: Sequence[Any], optimizers: Sequence[FileOptimizer]) -> None:
     saved = [[len(group["params"]) for group in state["param_groups"]] for state in states]
-    here = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+    here = [optimizer.group_sizes() for optimizer in optimizers]
     if saved != here:
         raise CheckpointMismatchError(
             f"the optimizers of the checkpoint have parameter groups of {saved} parameters, those here {here}; "
@@ -103,13 +116,24 @@ def _compare_groups(path: Path, states: Sequence[Any], optimizers: Sequence[Opti
         )
 
 
-def _fill_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        for parameter, number in zip(group["params"], old["params"], strict=True):
-            if number in saved["state"]:
-                state = {key: _like(parameter, value) for key, value in saved["state"][number].items()}
-                optimizer.state[parameter] = on_device(state, parameter, group)
-        group.update({key: value for key, value in old.items() if key in group and key != "params"})
+class OptimizerInFile:
+    """One of torch's optimizers over parameters that may be sharded."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def group_sizes(self) -> list[int]:
+        """Number of parameters in each group."""
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def fill(self, saved: Mapping[str, Any]) -> None:
+        """Take this rank's part of ``saved``."""
+        for group, old in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], old["params"], strict=True):
+                if number in saved["state"]:
+                    state = {key: _like(parameter, value) for key, value in saved["state"][number].items()}
+                    self._optimizer.state[parameter] = on_device(state, parameter, group)
+            group.update({key: value for key, value in old.items() if key in group and key != "params"})
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
@@ -129,5 +153,7 @@ def _copy(target: Tensor, full: Tensor) -> None:
         # src_data_rank=None: every rank has the file, so each slices for itself and nothing is sent.
         full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(full.to_local())
+    elif isinstance(target, Pieces):
+        target.take_from(full)
     else:
         target.copy_(full)

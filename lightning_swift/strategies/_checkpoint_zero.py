@@ -67,6 +67,7 @@ class Partitions(abc.ABC):
 
     def create_state(self, vector: int, key: str, dtype: torch.dtype) -> None:
         """Make a state of zeros, unless it is there."""
+        self._bring_in(vector)
         states = self.states(vector)
         if key not in states:
             states[key] = torch.zeros_like(self.flat(vector), dtype=dtype, requires_grad=False)
@@ -86,11 +87,18 @@ class Partitions(abc.ABC):
     def after_loading(self) -> None:
         """Make the working copies from the masters. A collective call."""
 
+    def release(self) -> None:  # noqa: B027  # most layouts have nothing to do here
+        """Give back the memory that a look at swapped vectors has taken."""
+
+    def _bring_in(self, vector: int) -> None:  # noqa: B027  # most layouts have nothing to do here
+        """Have a flat vector and its states in memory."""
+
     @abc.abstractmethod
     def flat(self, vector: int) -> Tensor:
         """A flat vector of FP32 masters, the key in ``inner.state``."""
 
     def _values(self, vector: int, key: str | None) -> Tensor:
+        self._bring_in(vector)
         flat = self.flat(vector)
         values: Tensor = flat if key is None else self.states(vector)[key]
         return values.detach()
@@ -145,11 +153,17 @@ class _Whole(Partitions):
 
 
 class _Partitioned(Partitions):
-    """Stage 3: parameters are cut as well, each one by itself."""
+    """Stage 3: parameters are cut as well, each one by itself.
+
+    With the optimizer on disk one flat vector at a time is read into memory, with its states, and written back only
+    while a checkpoint is being loaded.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self._present: int | None = None
+        self._loading = False
         # Without an optimizer DeepSpeed puts its parameter manager in the place of one.
         if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
             return
@@ -163,17 +177,39 @@ class _Partitioned(Partitions):
 
     @override
     def before_loading(self) -> None:
+        self._loading = True
         manager = getattr(self._optimizer, "parameter_offload", self._optimizer)
         manager.partition_all_parameters()
 
     @override
     def after_loading(self) -> None:
         for vector in range(len(self.members)):
+            self._bring_in(vector)
             self._optimizer._reassign_or_swap_out_partitioned_parameters(vector)
+        self.release()
+        self._loading = False
         # Small parameters are kept gathered between steps.
         persistent = self._optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
+
+    @override
+    def release(self) -> None:
+        if self._present is None:
+            return
+        vector, self._present = self._present, None
+        if self._loading:
+            self._optimizer._optimizer_states_and_gradient_swap_out(vector)
+        else:
+            self._optimizer._release_swap_buffers(vector)
+
+    @override
+    def _bring_in(self, vector: int) -> None:
+        if vector == self._present or not self._optimizer._swappable_optimizer_subgroup(vector):
+            return
+        self.release()
+        self._optimizer._optimizer_states_and_gradient_swap_in(vector)
+        self._present = vector
 
     @override
     def flat(self, vector: int) -> Tensor:

@@ -25,7 +25,7 @@ from lightning_swift.checkpoint.sharded import Description, load_into, load_meta
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_swift.strategies._checkpoint_base import PretrainedBase
-from lightning_swift.strategies._checkpoint_file import load_file
+from lightning_swift.strategies._checkpoint_file import OptimizerInFile, load_file
 from lightning_swift.strategies._checkpoint_frozen import SaveFrozen
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel, find_model, tokenizer_of
 from lightning_swift.strategies._checkpoint_meta import readable_meta
@@ -146,7 +146,10 @@ class ShardedCheckpointing(ParallelStrategy):
 
     def _load_file(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Fill this rank's state from an ordinary checkpoint file; return the rest of it."""
-        return load_file(path, self._module, optimizers, strict=self._module.strict_loading)
+        targets = [OptimizerInFile(optimizer) for optimizer in optimizers]
+        return load_file(
+            path, self._model_state(), targets, strict=self._module.strict_loading, rename=self._saved_name
+        )
 
     @override
     def save_checkpoint(

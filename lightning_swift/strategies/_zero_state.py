@@ -6,7 +6,9 @@ counters, group options) is written for each parameter in it. Nothing is gathere
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from typing_extensions import override
 from lightning_swift.checkpoint.layout import Manifest
 from lightning_swift.checkpoint.pieces import Pieces
 from lightning_swift.errors import CheckpointMismatchError
+from lightning_swift.strategies._checkpoint_file import load_file
 from lightning_swift.strategies._checkpoint_state import (
     GROUPS,
     STATE,
@@ -43,9 +46,23 @@ _INITIAL_RATE = "initial_lr"
 class ZeroCheckpointing(ShardedCheckpointing):
     """Mixin for a strategy whose ``model`` is a DeepSpeed engine around the LightningModule."""
 
+    _layout: tuple[Any, Partitions] | None = None
+
     @property
     def _partitions(self) -> Partitions:
-        return partitions_of(self.model)
+        # One for all looks at an engine: it knows which swapped vector is in memory.
+        if self._layout is None or self._layout[0] is not self.model:
+            self._layout = (self.model, partitions_of(self.model))
+        return self._layout[1]
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        finally:
+            self._partitions.release()
 
     @override
     def _mesh_sizes(self) -> dict[str, int]:
@@ -70,6 +87,21 @@ class ZeroCheckpointing(ShardedCheckpointing):
         return ZeroRequest(
             self._module, partitions, stored, manifest.tied, optimizer=bool(optimizers), rename=self._saved_name
         )
+
+    @override
+    def _load_file(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        partitions = self._partitions
+        partitions.before_loading()
+        names = parameter_names(self._module, rename=self._saved_name)
+        rest = load_file(
+            path,
+            self._model_state(),
+            [_FlatOptimizer(partitions, names)] if optimizers else [],
+            strict=self._module.strict_loading,
+            rename=self._saved_name,
+        )
+        partitions.after_loading()
+        return rest
 
 
 def zero_model_state(module: nn.Module, partitions: Partitions, *, rename: Rename = clean) -> dict[str, Any]:
@@ -144,7 +176,8 @@ class ZeroRequest(Request):
         self.install_extra()
         if self._optimizer:
             flat = {key.removeprefix(_PREFIX): self.state[key] for key in loaded if key.startswith(_PREFIX)}
-            self._install_optimizer(flat)
+            shared = {key: value for key, value in flat.items() if not isinstance(value, Pieces)}
+            _install_shared(self._partitions, self._names, shared)
         self._partitions.after_loading()
 
     def _placeholders(self, stored: Index) -> dict[str, Any]:
@@ -174,19 +207,53 @@ class ZeroRequest(Request):
             )
         return torch.empty(shape, dtype=dtype)
 
-    def _install_optimizer(self, flat: Mapping[str, Any]) -> None:
-        inner = self._partitions.inner
-        assert inner is not None
-        shared = {key: value for key, value in flat.items() if not isinstance(value, Pieces)}
+
+class _FlatOptimizer:
+    """DeepSpeed's optimizer, filled from the state of one over whole parameters."""
+
+    def __init__(self, partitions: Partitions, names: Mapping[Tensor, str]) -> None:
+        self._partitions, self._names = partitions, names
+
+    def group_sizes(self) -> list[int]:
+        """Number of parameters in each group."""
+        return [len(members) for members in self._groups()]
+
+    def fill(self, saved: Mapping[str, Any]) -> None:
+        """Take this rank's part of ``saved``."""
+        shared: dict[str, Any] = {}
+        for members, old in zip(self._groups(), saved["param_groups"], strict=True):
+            options = {key: value for key, value in old.items() if key != "params"}
+            for (vector, parameter), number in zip(members, old["params"], strict=True):
+                name = self._names[parameter]
+                shared |= {f"{GROUPS}{name}.{key}": value for key, value in options.items()}
+                for key, value in saved["state"].get(number, {}).items():
+                    if key != _STEP and value.shape == self._partitions.shape(parameter):
+                        self._partitions.create_state(vector, key, value.dtype)
+                        self._partitions.state_of(parameter, key).take_from(value)
+                    else:
+                        shared[f"{STATE}{name}.{key}"] = value
+        _install_shared(self._partitions, self._names, shared)
+
+    def _groups(self) -> list[list[tuple[int, nn.Parameter]]]:
+        groups: dict[int, list[tuple[int, nn.Parameter]]] = {}
         for vector, members in enumerate(self._partitions.members):
-            names = [self._names[parameter] for parameter in members]
-            group = inner.param_groups[self._partitions.owners[vector]]
-            counters = {k: _native(k, v, inner) for k, v in common_values(STATE, names, shared).items()}
-            if counters:
-                self._partitions.states(vector).update(on_device(counters, self._partitions.flat(vector), group))
-            options = common_values(GROUPS, names, shared)
-            # Options of another optimizer class with the same states mean nothing to this one.
-            group.update({key: value for key, value in options.items() if key in group or key == _INITIAL_RATE})
+            groups.setdefault(self._partitions.owners[vector], []).extend((vector, p) for p in members)
+        return [groups[number] for number in sorted(groups)]
+
+
+def _install_shared(partitions: Partitions, names: Mapping[Tensor, str], shared: Mapping[str, Any]) -> None:
+    """What there is once for a flat vector, from the values of its parameters, which must agree."""
+    inner = partitions.inner
+    assert inner is not None
+    for vector, members in enumerate(partitions.members):
+        own = [names[parameter] for parameter in members]
+        group = inner.param_groups[partitions.owners[vector]]
+        counters = {key: _native(key, value, inner) for key, value in common_values(STATE, own, shared).items()}
+        if counters:
+            partitions.states(vector).update(on_device(counters, partitions.flat(vector), group))
+        options = common_values(GROUPS, own, shared)
+        # Options of another optimizer class with the same states mean nothing to this one.
+        group.update({key: value for key, value in options.items() if key in group or key == _INITIAL_RATE})
 
 
 # DeepSpeed has one optimizer.

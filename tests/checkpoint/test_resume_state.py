@@ -233,3 +233,46 @@ def test_marks_of_compilation_are_no_part_of_a_name(tmp_path: Path) -> None:
     read(tmp_path / "a.ckpt", plain, resumed)
     assert torch.equal(plain[0].weight, compiled[0]._orig_mod.weight)
     assert len(resumed.state) == 2
+
+
+class _Stages(nn.Module):
+    """Two stages on one rank, each with its copy of a tied weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.ModuleDict({"embed": nn.Linear(3, 4, bias=False)})
+        self.last = nn.ModuleDict({"embed": nn.Linear(3, 4, bias=False), "norm": nn.LayerNorm(4)})
+        self.last["embed"].load_state_dict(self.first["embed"].state_dict())
+
+
+def _global(name: str) -> str:
+    return name.removeprefix("first.").removeprefix("last.")
+
+
+def test_copies_under_one_global_name_are_saved_once_and_all_filled(tmp_path: Path) -> None:
+    module, other = _Stages(0), _Stages(1)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, other)]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    state = {f"model.{name}": value for name, value in model_state(module, rename=_global).items()}
+    flat = optimizer_state(module, optimizers[0], rename=_global)
+    state |= {f"optimizer_0.{name}": value for name, value in flat.items()}
+    assert [name for name in state if name.startswith("model.")] == [
+        "model.embed.weight",
+        "model.norm.weight",
+        "model.norm.bias",
+    ]
+    run = RunRecord(id="run-1", started="2026-01-01T00:00:00")
+    described = Description(run=run, global_step=1, strategy="T", mesh={})
+    save(tmp_path / "a.ckpt", state=state, meta={}, description=described)
+    request = Request(other, [optimizers[1]], read_index(tmp_path / "a.ckpt"), {}, rename=_global)
+    report = load_into(tmp_path / "a.ckpt", request.state, strict=True)
+    request.install(frozenset(report.loaded))
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        moments = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, two), strict=True)]
+        assert torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"])
+    first, last = (optimizers[1].state[stage["embed"].weight]["exp_avg"] for stage in (other.first, other.last))
+    assert first.data_ptr() != last.data_ptr()

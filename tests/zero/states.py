@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from lightning_swift.checkpoint.pieces import Pieces
 from tests.checkpoint.runs import digest
+
+_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
 
 
 def whole(value: Any) -> Any:
@@ -33,15 +36,20 @@ def state_digests(trainer: L.Trainer) -> dict[str, str]:
     flat = {f"model.{name}": value for name, value in strategy.lightning_module_state_dict().items()}
     for number, optimizer in enumerate(trainer.optimizers):
         flat |= {f"optimizer_{number}.{name}": v for name, v in strategy.optimizer_state(optimizer).items()}
+    return comparable(flat)
+
+
+def comparable(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of what every strategy must have alike, of state by its name in the checkpoint."""
     return {
         name: digest(whole(value))
         for name, value in sorted(flat.items())
-        if name.rpartition(".")[2] in {"lr", "betas", "eps", "weight_decay"} or ".param_groups." not in name
+        if name.rpartition(".")[2] in _OPTIONS or ".param_groups." not in name
     }
 
 
 class Look(L.Callback):
-    """Keeps the state that a resumed run starts from, and stops it there if asked."""
+    """Keeps the state that a resumed run starts from."""
 
     def __init__(self) -> None:
         self.seen: dict[str, str] = {}

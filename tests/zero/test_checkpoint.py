@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import torch
 
 from lightning_swift.checkpoint.layout import read_manifest
 from lightning_swift.checkpoint.merge import merge_checkpoint
+from lightning_swift.strategies._checkpoint_state import model_state, optimizer_state
 from lightning_swift.strategies.ddp import DDPBF16Strategy
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.zero import ZeROStrategy
-from tests.checkpoint.runs import Groups, Scheduled, Unused, fit, mean_losses
-from tests.harness.models import UserModule
+from tests.checkpoint.runs import Groups, Scheduled, Unused, batches, digest, fit, mean_losses
+from tests.harness.models import UserModule, quiet_trainer
 from tests.harness.ranks import ranks
-from tests.zero.states import Look, state_digests
+from tests.zero.states import Look, comparable, state_digests
 
 pytestmark = pytest.mark.usefixtures("ops")
 
@@ -72,21 +72,25 @@ def resume_alone(folder: str, saver: str, readers: list[str], saved: dict[str, s
         assert resumed_by(name, Path(folder) / f"{saver}.ckpt", Scheduled("qwen3")) == saved, name
 
 
+@pytest.mark.slow
 def test_stage_2_is_read_by_every_strategy_at_two_ranks_and_at_one(tmp_path: Path) -> None:
     saved = save_and_resume(str(tmp_path), "zero2", ["zero1", "zero3", "zero3-offload", "fsdp", "ddp"])
     resume_alone(str(tmp_path), "zero2", ["zero1-offload", "zero3", "ddp"], saved)
 
 
+@pytest.mark.slow
 def test_stage_3_with_offload_is_read_by_every_strategy_at_two_ranks_and_at_one(tmp_path: Path) -> None:
     saved = save_and_resume(str(tmp_path), "zero3-offload", ["zero1", "zero2-offload", "zero3", "fsdp"])
     resume_alone(str(tmp_path), "zero3-offload", ["zero2", "fsdp"], saved)
 
 
+@pytest.mark.slow
 def test_stage_1_is_read_by_other_stages(tmp_path: Path) -> None:
     # In BF16 without offload DeepSpeed has an optimizer class of its own for it.
     save_and_resume(str(tmp_path), "zero1", ["zero1-offload", "zero3"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", ["fsdp", "ddp"])
 def test_every_stage_reads_checkpoints_of_other_strategies(tmp_path: Path, saver: str) -> None:
     saved = save_and_resume(str(tmp_path), saver, ["zero1", "zero2-offload", "zero3"])
@@ -111,6 +115,7 @@ def _losses_go_on(folder: str) -> None:
         assert read_manifest(path).mesh == {"dp_shard": 2}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(tmp_path: Path) -> None:
     _losses_go_on(str(tmp_path))
 
@@ -119,9 +124,6 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(tmp_path: Path) -
 def _evaluates(folder: str) -> None:
     path = Path(folder) / "a.ckpt"
     trainer = fit(Scheduled("qwen3"), steps=3, save=path, strategy=STRATEGIES["zero3"])
-    from tests.checkpoint.runs import batches
-    from tests.harness.models import quiet_trainer
-
     after = [r["val_loss"] for r in trainer.validate(trainer.lightning_module, batches(), verbose=False)]
     for name in ("zero3", "zero2"):
         module = Scheduled("qwen3")
@@ -160,8 +162,6 @@ def _merge(folder: str) -> None:
         if trainer.is_global_zero:
             from safetensors.torch import load_file
 
-            from tests.checkpoint.runs import digest
-
             merge_checkpoint(path, Path(folder) / name)
             merged = load_file(Path(folder) / name / "model.safetensors")
             assert {f"model.model.{n}": digest(v) for n, v in merged.items()}.items() <= values.items()
@@ -169,7 +169,24 @@ def _merge(folder: str) -> None:
         trainer.strategy.barrier()
 
 
+@pytest.mark.slow
 def test_the_merged_folder_holds_the_masters(tmp_path: Path) -> None:
     _merge(str(tmp_path))
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-    shutil.rmtree(tmp_path)
+
+
+@ranks(2, deadline=240)
+def _resume_from_file(path: str, saved: dict[str, str]) -> None:
+    for name in ("zero2", "zero3-offload"):
+        assert resumed_by(name, Path(path), Groups()) == saved, name
+
+
+def test_an_ordinary_checkpoint_file_is_read(tmp_path: Path) -> None:
+    module = Groups()
+    trainer = quiet_trainer(max_steps=3, limit_val_batches=0)
+    trainer.fit(module, batches())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (optimizer,) = trainer.optimizers
+    flat = {f"model.{name}": value for name, value in model_state(module).items()}
+    flat |= {f"optimizer_0.{name}": value for name, value in optimizer_state(module, optimizer).items()}
+    _resume_from_file(str(tmp_path / "a.ckpt"), comparable(flat))
