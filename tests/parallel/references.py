@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -127,10 +127,13 @@ class Recorder(L.Callback):
         self.weights = {n: full(p) for n, p in pl_module.named_parameters()}
 
 
-def fit(module: Any, strategy: Any, *, steps: int = STEPS, batch: int = BATCH, **kwargs: Any) -> tuple[Any, Recorder]:
+def fit(
+    module: Any, strategy: Any, *, steps: int = STEPS, batch: int = BATCH, callbacks: Sequence[Any] = (), **kwargs: Any
+) -> tuple[Any, Recorder]:
     """Train ``module`` on this rank's share of the tokens; the module and what was recorded."""
     recorder = Recorder()
-    trainer = quiet_trainer(strategy=strategy, max_steps=steps, callbacks=[recorder], max_epochs=1000, **kwargs)
+    together = [recorder, *callbacks]
+    trainer = quiet_trainer(strategy=strategy, max_steps=steps, callbacks=together, max_epochs=1000, **kwargs)
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer.fit(module, loader(Tokens(), batch_size=batch, rank=rank, world_size=world))
     return module, recorder

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_swift.adapters.initial import initialise_adapters
 from lightning_swift.adapters.settings import LoraSettings
+from lightning_swift.callbacks import ActivationCheckpointing
 from lightning_swift.models.causal_lm import CausalLM
 from lightning_swift.models.lazy import lazy_pretrained
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
@@ -203,3 +204,19 @@ def test_causal_lm_takes_adapters_unchanged(folder: str) -> None:
     validation = trainer.validate(module, data, verbose=False)[0]["val_loss"]
     assert trainer.test(module, data, verbose=False)[0]["test_loss"] == validation
     assert trainer.predict(module, loader(Tokens(2, length=4), batch_size=2))[0].shape == (2, 4 + 2)
+
+
+@ranks(2)
+def test_options_that_must_not_change_adapters_do_not() -> None:
+    # DoRA looks at base weights outside the layers that own them, and needs all that plain adapters need.
+    lora = SETTINGS["dora"]
+    expected = fit(UserModule(), FSDPBF16Strategy("32-true", lora=lora), steps=3)[0].losses
+    cases: list[tuple[dict[str, Any], list[Any]]] = [
+        ({"cpu_offload": True, "data_parallel_replicate": 2}, []),
+        ({"reshard_after_forward": False, "compile": "aot_eager"}, []),
+        ({"block_classes": ["LlamaMLP", "LlamaAttention"]}, []),
+        ({}, [ActivationCheckpointing("full")]),
+    ]
+    for options, callbacks in cases:
+        strategy = FSDPBF16Strategy("32-true", lora=lora, **options)
+        assert fit(UserModule(), strategy, steps=3, callbacks=callbacks)[0].losses == expected, options
