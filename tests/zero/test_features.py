@@ -233,3 +233,23 @@ def outside(folder: str) -> None:
 
 def test_a_model_loaded_outside_of_the_strategy_is_an_ordinary_one(folder: str) -> None:
     outside(folder)
+
+
+@ranks(2, deadline=120)
+def buffers(folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_buffers())
+    for precision in ("bf16-mixed", "bf16-true"):
+        for lazy in (False, True):
+            module = Lazy(folder, lazy=lazy)
+            plain_fit(module, ZeROStrategy(3, precision), steps=1)  # type: ignore[arg-type]
+            assert all(p.dtype == torch.bfloat16 and hasattr(p, "ds_id") for p in module.model.parameters())
+            for name, buffer in module.model.named_buffers():
+                # Lightning's own strategy rounds them to BF16, and every rotation with them.
+                assert buffer.dtype == torch.float32
+                assert torch.equal(buffer, expected[name])
+
+
+def test_rotary_tables_stay_exact_while_parameters_are_partitioned(folder: str) -> None:
+    buffers(folder)

@@ -99,7 +99,9 @@ def check(module: Module, expected: tuple[list[float], list[float], Any, Any], w
     for name, weight in module.weights.items():
         error = (weight - weights[name]).abs().max()
         allowed = 2 * RELATIVE * changes[name] + ROUNDINGS * weight.abs().max()
-        assert error <= allowed < 0.1 * changes[name], (where, name, float(error), float(allowed))
+        assert error <= allowed, (where, name, float(error), float(allowed))
+        # Weights of 1, as those of norms, are known too coarsely to tell when clipping makes steps small.
+        assert weight.dim() < 2 or allowed < 0.1 * changes[name], (where, name)
 
 
 def check_splits(folder: str) -> None:
