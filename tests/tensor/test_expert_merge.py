@@ -63,7 +63,7 @@ def test_the_families_are_those_of_transformers() -> None:
 
     for kind, names in FAMILIES.items():
         # The mapping of a type is given by its own name; others are applied to parts of it.
-        mapping = get_checkpoint_conversion_mapping(kind)
+        mapping = get_checkpoint_conversion_mapping(kind)  # type: ignore[no-untyped-call]
         sources = {t.target_patterns[0]: t.source_patterns for t in mapping if isinstance(t, WeightConverter)}
         gate_up, down = (
             next(v for k, v in sources.items() if "gate_up" in k),

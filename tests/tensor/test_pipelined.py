@@ -47,14 +47,15 @@ def cut_pipeline(model: Any, name: Any, mesh: DeviceMesh, settings: TensorParall
         step_context=partial(tensor_parallel_context, settings),
     )
     reports = []
-    for stage in pipeline.stages:
+    stages: list[Any] = list(pipeline.stages)
+    for stage in stages:
         reports.append(apply_tensor_parallel(stage.model, tp, settings, first=stage.first, last=stage.last))
-        if "dp_shard" in mesh.mesh_dim_names:
+        if "dp_shard" in (mesh.mesh_dim_names or ()):
             for layer in stage.layers:
                 fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=False)
             fully_shard(stage, mesh=mesh["dp_shard"], reshard_after_forward=False)
     found = set[torch.nn.Parameter]()
-    for stage, report in zip(pipeline.stages, reports, strict=True):
+    for stage, report in zip(stages, reports, strict=True):
         found |= partial_parameters(stage.model, report)
     pipeline.gradient_fixes.append(lambda pairs: sum_partial_gradients(pairs, found, mesh.get_group("tp")))
     return pipeline
