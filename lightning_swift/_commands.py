@@ -66,7 +66,7 @@ def _add_checkpoint_and_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_overwrite(parser: argparse.ArgumentParser) -> None:
+def _add_overwrite_and_base(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -105,7 +105,7 @@ def _add_merge(commands: _Commands) -> None:
         more="Reads and writes piece by piece in little memory, on any machine, without torch.",
     )
     _add_checkpoint_and_output(parser)
-    _add_overwrite(parser)
+    _add_overwrite_and_base(parser)
     _add_hashes_and_json(parser, default=False)
 
 
@@ -148,7 +148,7 @@ def _add_export(commands: _Commands) -> None:
         default="safetensors",
         help="whole model, or LoRA adapter only (default: %(default)s)",
     )
-    _add_overwrite(parser)
+    _add_overwrite_and_base(parser)
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="skip loading the folder again")
     _add_json(parser)
 

@@ -38,6 +38,7 @@ def describe(checkpoint: Path, *, hashes: bool = True) -> dict[str, Any]:
         verify(checkpoint, hashes=hashes)
     except CheckpointError as error:
         reason = str(error)
+    base, quantized = manifest.base, manifest.quantization
     sections: dict[bool, list[TensorRecord]] = {True: [], False: []}
     for name, record in manifest.tensors.items():
         sections[name.startswith(MODEL_PREFIX)].append(record)
@@ -59,7 +60,8 @@ def describe(checkpoint: Path, *, hashes: bool = True) -> dict[str, Any]:
         "optimizer": _totals(sections[False]),
         "tied": manifest.tied,
         "adapters": manifest.adapters,
-        "quantization": manifest.quantization,
+        "quantization": None if quantized is None else {**quantized, "layers": len(quantized["layers"])},
+        "base": None if base is None else {"folder": base.folder, "tensors": len(base.tensors)},
         "versions": manifest.versions,
         "files": {name: record.size for name, record in sorted(manifest.files.items())},
         "bytes": sum(record.size for record in manifest.files.values()),

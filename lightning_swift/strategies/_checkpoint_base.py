@@ -13,6 +13,7 @@ from lightning_swift.checkpoint.base import differing_files, verified_base
 from lightning_swift.checkpoint.layout import MODEL_PREFIX, BaseRecord, Manifest
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointMismatchError
+from lightning_swift.models.lazy import lazy_folder
 from lightning_swift.strategies._checkpoint_frozen import FrozenWeights, SaveFrozen, companions_of, fill_from_base
 from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel
 from lightning_swift.strategies._checkpoint_quantised import describe_quantised
@@ -33,10 +34,10 @@ class PretrainedBase:
     """
 
     def __init__(self, module: nn.Module, model: HuggingFaceModel | None, rename: Callable[[str], str]) -> None:
-        self._module, self._rename = module, rename
-        self._adapted = model is not None and model.adapters is not None
-        self._frozen = None if model is None else FrozenWeights(module, model, rename)
-        self._own = None if self._frozen is None else self._frozen.folder
+        self._module, self._model, self._rename = module, model, rename
+        self._known: FrozenWeights | None = None
+        # Whether nothing but its folder has given a lazy model its frozen weights.
+        self._untouched = True
         self.quantization = describe_quantised(module, rename)
 
     def leave_out(
@@ -49,14 +50,15 @@ class PretrainedBase:
             trained: Names of parameters that an optimizer has changed.
             save_frozen: ``"auto"`` leaves weights out of models with adapters only.
         """
-        if self._frozen is None or save_frozen is True or (save_frozen == "auto" and not self._adapted):
+        adapted = self._model is not None and self._model.adapters is not None
+        if self._model is None or save_frozen is True or (save_frozen == "auto" and not adapted):
             return dict(weights), None
         frozen = {
             name
             for own, parameter in self._module.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad and (name := self._rename(own)) not in trained
         }
-        record = self._frozen.record(weights, frozen)
+        record = self._weights(self._model).record(weights, frozen, believed=self._believed)
         if record is None:
             return dict(weights), None
         inside = self._covered(record, {})
@@ -73,7 +75,7 @@ class PretrainedBase:
         """
         self._check_quantised(manifest)
         if manifest.base is None:
-            self._forget()
+            self.distrust()
             return {}
         inside = self._covered(manifest.base, manifest.tied)
         names = [key for key in wanted if key.startswith(MODEL_PREFIX) and inside(key.removeprefix(MODEL_PREFIX))]
@@ -91,22 +93,32 @@ class PretrainedBase:
         ranks, place = Ranks.current(), Path(base.folder)
         share = _shared_between_local_ranks(base)
         with Together(ranks, "looking at the model's own folder", place) as step:
-            step.value = self._own is not None and not differing_files(self._own, share.files)
+            mine = None if self._model is None else self._weights(self._model).folder
+            step.value = mine is not None and not differing_files(mine, share.files)
         # The model's own folder has the same content where it has moved; else the one that the checkpoint names.
-        own = self._own if all(step.values) else None
+        own = mine if all(step.values) else None
         with Together(ranks, "verifying the pretrained folder", place):
             folder = verified_base(share) if own is None else own
-        if own is not None and self._frozen is not None and self._frozen.believed:
+        if own is not None and self._believed:
             return
-        self._forget()
+        self.distrust()
         tied = {alias: base.tensors[name] for alias, name in manifest.tied.items() if name in base.tensors}
         full = BaseRecord(base.folder, base.files, {**base.tensors, **tied})
         with Together(ranks, "reading the pretrained folder", folder):
             fill_from_base(values, full, folder, module=self._module, rename=self._rename)
 
-    def _forget(self) -> None:
-        if self._frozen is not None:
-            self._frozen.believed = False
+    def distrust(self) -> None:
+        """Take note that frozen weights have come from elsewhere than the folder: they are compared from now on."""
+        self._untouched = False
+
+    @property
+    def _believed(self) -> bool:
+        return self._untouched and lazy_folder(self._module) is not None
+
+    def _weights(self, model: HuggingFaceModel) -> FrozenWeights:
+        if self._known is None:
+            self._known = FrozenWeights(self._module, model, self._rename)
+        return self._known
 
     def _covered(self, record: BaseRecord, tied: Mapping[str, str]) -> Callable[[str], bool]:
         names = {*record.tensors, *(alias for alias, name in tied.items() if name in record.tensors)}

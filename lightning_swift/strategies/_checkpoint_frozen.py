@@ -71,65 +71,66 @@ class FrozenWeights:
         self._files: dict[str, BaseFile] | None = None
         self._equal: dict[str, bool] = {}
         self._source = _source_of(module, model, rename)
-        self.believed = lazy_folder(module) is not None
 
     @property
     def folder(self) -> Path | None:
         """The folder, if there is one to compare with."""
         return None if self._source is None else self._source.folder
 
-    def record(self, values: Mapping[str, Any], frozen: set[str]) -> BaseRecord | None:
+    def record(self, values: Mapping[str, Any], frozen: set[str], *, believed: bool) -> BaseRecord | None:
         """The frozen weights that need not be saved, or None if there are none. A collective call.
 
         Args:
             values: What would be saved of the model on this rank, by saved name.
             frozen: Names of parameters that have never been trained.
+            believed: Whether they are known to be the folder's, so that they need not be compared.
         """
         ranks = Ranks.current()
+        known = set[str]() if self._source is None else frozen & self._source.tensors.keys() & values.keys()
+        new = known - self._equal.keys()
+        # A plain tensor that every rank has needs to be looked at by one of them only.
+        shared = sorted(set.intersection(*ranks.gather(new)))
+        others = {name for number, name in enumerate(shared) if number % ranks.size != ranks.rank}
         with Together(ranks, "comparing frozen weights with their folder", self.folder or Path()) as step:
             if self._source is not None:
-                self._compare(values, frozen & self._source.tensors.keys(), ranks)
+                parts = {name for name in new if isinstance(values[name], DTensor | Pieces)}
+                self._compare(self._source, values, new, skipped=new if believed else others - parts)
             step.value = {name: same for name, same in self._equal.items() if name in frozen}
         different = {name for own in step.values for name, same in own.items() if not same}
         names = {name for own in step.values for name in own} - different
-        source = ranks.broadcast(self._source)
-        if source is None or not names:
+        folder = ranks.broadcast(self.folder)
+        if folder is None or not names:
             return None
-        with Together(ranks, "describing the pretrained folder", source.folder):
+        with Together(ranks, "describing the pretrained folder", folder):
             if ranks.rank == 0 and self._files is None:
-                self._files = describe_files(source.folder, base_files(source.folder))
-        dtypes = {name: dtype for own in ranks.gather(self._dtypes(values, names)) for name, dtype in own.items()}
-        tensors = {
-            name: BaseTensor(source.tensors[name].name, source.tensors[name].shape, dtypes[name])
-            for name in sorted(names)
-            if name in source.tensors
-        }
-        return BaseRecord(str(source.folder), self._files or {}, tensors)
+                self._files = describe_files(folder, base_files(folder))
+        # Ranks may hold different names (stages of a pipeline).
+        tensors = {name: tensor for own in ranks.gather(self._tensors(values, names)) for name, tensor in own.items()}
+        return BaseRecord(str(folder), self._files or {}, dict(sorted(tensors.items())))
 
-    def _compare(self, values: Mapping[str, Any], names: set[str], ranks: Ranks) -> None:
-        assert self._source is not None
+    def _compare(self, source: _Source, values: Mapping[str, Any], names: set[str], *, skipped: set[str]) -> None:
         layers = _quantised_weights(self._module, self._rename)
-        with WeightReader(self._source.folder) as reader:
-            for number, name in enumerate(sorted(names & values.keys() - self._equal.keys())):
-                tensor, value = self._source.tensors[name], values[name]
-                # Every rank has a plain tensor, so one of them looks.
-                mine = isinstance(value, DTensor | Pieces) or number % ranks.size == ranks.rank
-                if self.believed or not mine:
+        with WeightReader(source.folder) as reader:
+            for name in sorted(names):
+                tensor, value = source.tensors[name], values[name]
+                if name in skipped:
                     self._equal[name] = True
                 elif name in layers:
-                    self._equal[name] = is_same_quantised(
-                        layers[name], value, self._module, partial(_whole, reader, tensor)
-                    )
+                    whole = partial(_whole, reader, tensor)
+                    self._equal[name] = is_same_quantised(layers[name], value, self._module, whole)
                 else:
                     self._equal[name] = tensor.shape == tuple(value.shape) and _is_equal(value, reader, tensor)
 
-    def _dtypes(self, values: Mapping[str, Any], names: set[str]) -> dict[str, str]:
+    def _tensors(self, values: Mapping[str, Any], names: set[str]) -> dict[str, BaseTensor]:
+        if self._source is None:
+            return {}
         layers = _quantised_weights(self._module, self._rename)
-        found = {
-            name: quantised_dtype(layers[name], self._module) if name in layers else values[name].dtype
-            for name in names & values.keys()
-        }
-        return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}
+        found = {}
+        for name in names & values.keys() & self._source.tensors.keys():
+            tensor = self._source.tensors[name]
+            dtype = quantised_dtype(layers[name], self._module) if name in layers else values[name].dtype
+            found[name] = BaseTensor(tensor.name, tensor.shape, str(dtype).removeprefix("torch."))
+        return found
 
 
 def companions_of(name: str, quantised: bool) -> tuple[str, ...]:

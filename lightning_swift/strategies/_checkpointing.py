@@ -221,6 +221,7 @@ class ShardedCheckpointing(ParallelStrategy):
             return NothingToRestore()
         if source.is_file():
             meta = self._load_file(source, self._fitted_optimizers)
+            self._pretrained().distrust()
             weights_alone = "optimizer_states" not in meta
         else:
             manifest = _verified(source)
