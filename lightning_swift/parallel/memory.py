@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
-__all__ = ["ReturnMemory", "return_freed_memory"]
+__all__ = ["ReturnMemory", "return_freed_memory", "returning_freed_memory"]
 
 ReturnMemory = bool | Literal["auto"]
 
 # M_MMAP_THRESHOLD in malloc.h, and the size in bytes from which a block is mapped on its own.
 _M_MMAP_THRESHOLD = -3
 _THRESHOLD = 1 << 20
+# M_TRIM_THRESHOLD, and what glibc itself comes to for both once large blocks have been freed.
+_M_TRIM_THRESHOLD = -1
+_USUAL = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 
 
 def return_freed_memory() -> bool:
@@ -25,3 +30,15 @@ def return_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _THRESHOLD))
+
+
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """As :func:`return_freed_memory`, for as long as it is active: for loading, where it costs no step any time."""
+    changed = return_freed_memory()
+    try:
+        yield
+    finally:
+        if changed:
+            for parameter, value in _USUAL.items():
+                ctypes.CDLL(None).mallopt(parameter, value)

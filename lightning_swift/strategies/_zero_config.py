@@ -121,8 +121,9 @@ def _template(options: ZeROOptions) -> str:
     name = f"z{options.stage or 3}"
     if options.offload_optimizer == "nvme":
         return f"{name}_nvme"
-    offload = options.offload_optimizer == "cpu" or options.offload_params == "cpu"
-    return f"{name}_offload" if offload and name != "z1" else name
+    if (options.offload_optimizer == "cpu" or options.offload_params == "cpu") and name != "z1":
+        return f"{name}_offload"
+    return "z3_qlora" if name == "z3" and options.adapters.quantization is not None else name
 
 
 def _find(given: str) -> Path:
@@ -251,7 +252,8 @@ def _fill_offload(zero: dict[str, Any], key: str, options: ZeROOptions, facts: T
     if options.config is not None and key in zero:
         option = "offload_optimizer" if key == "offload_optimizer" else "offload_params"
         _agree(f"{key}.device", given, option, wanted, prefix=f"{_ZERO}.")
-    device = given if wanted is None else wanted
+    # A template may offload more than was asked for; only a user's own configuration is an answer to None.
+    device = wanted or (given if options.config is not None else "none")
     section = dict(zero.pop(key, None) or {})
     if device in ("none", _AUTO):
         return

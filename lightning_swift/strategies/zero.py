@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_swift.adapters.settings import AdapterSettings, LoraSettings, Qua
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
-from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory
+from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory, returning_freed_memory
 from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
 from lightning_swift.strategies._precision import agree
 from lightning_swift.strategies._zero_config import (
@@ -172,8 +172,7 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning lets a plugin stored here win over Trainer(precision=...) silently, so none is.
-        self._precision_plugin = None
+        self._precision_plugin = None  # one stored here would win over Trainer(precision=...) silently
         if precision_plugin is not None:
             name = type(self).__name__
             chosen = agree(name, self.options.precision, precision_plugin, by_name=self.chosen_by_name)
@@ -199,7 +198,7 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
 
     @property
     def _optimizer_offload(self) -> str:
-        given = self._base["zero_optimization"].get("offload_optimizer") or {}
+        given = (self._base["zero_optimization"].get("offload_optimizer") or {}) if self.options.config else {}
         return self.options.offload_optimizer or str(given.get("device", "none"))
 
     @property
@@ -220,9 +219,9 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         prepare_ops(ops_for(device_type=self.root_device.type, offload=self._optimizer_offload))
         if self.root_device.type != "cpu":
+            # Checks the indices of devices, which those of CPUs have not.
             super().setup_distributed()
             return
-        # CPU devices have no index for Lightning to check.
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -267,8 +266,9 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         """The order of transforms. The model has been built, with or without weights."""
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-        self._adapt(module)
-        load_and_place(module, self._config, device=self.root_device, dtype=self.options.policy.compute_dtype)
+        with nullcontext() if self._returns_memory else returning_freed_memory():
+            self._adapt(module)
+            load_and_place(module, self._config, device=self.root_device, dtype=self.options.policy.compute_dtype)
         if self.activation_checkpointing is not None:
             apply_checkpointing(module, self.activation_checkpointing)
 

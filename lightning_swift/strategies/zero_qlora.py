@@ -94,7 +94,7 @@ class ZeRO3QLoRAStrategy(ZeROStrategy):
             quantization=quantization,
             double_quant=double_quant,
             save_frozen=save_frozen,
-            config="z3_qlora" if config is None else config,
+            config=config,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -102,7 +102,8 @@ class ZeRO3QLoRAStrategy(ZeROStrategy):
     @property
     @override
     def stage(self) -> int:
-        offloaded = self.options.offload_params == "cpu" or "offload_param" in self._base["zero_optimization"]
+        given = self.options.config is not None and "offload_param" in self._base["zero_optimization"]
+        offloaded = self.options.offload_params == "cpu" or (self.options.offload_params is None and given)
         return 3 if offloaded or self._parallel_devices is None or self.world_size > 1 else 2
 
     @override

@@ -137,6 +137,12 @@ def test_a_hugging_face_configuration_is_filled_in() -> None:
     assert AUTO["gradient_clipping"] == "auto"
 
 
+def test_only_what_was_asked_for_is_offloaded() -> None:
+    # The template offloads both.
+    assert "offload_param" not in completed(stage=3, offload_optimizer="cpu")["zero_optimization"]
+    assert "offload_optimizer" not in completed(stage=3, offload_params="cpu")["zero_optimization"]
+
+
 def test_a_file_is_read_and_a_shipped_name_found(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     assert ZeROStrategy(config=str(tmp_path / "mine.json")).stage == 2
