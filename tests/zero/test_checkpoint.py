@@ -177,13 +177,15 @@ def test_the_merged_folder_holds_the_masters(tmp_path: Path) -> None:
 
 @ranks(2, deadline=240)
 def _resume_from_file(path: str, saved: dict[str, str]) -> None:
-    for name in ("zero2", "zero3-offload"):
+    # Not stage 3: parameters that are cut have one axis there, by which this module forms its groups.
+    for name in ("zero2", "zero1-offload"):
         assert resumed_by(name, Path(path), Groups()) == saved, name
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_an_ordinary_checkpoint_file_is_read(tmp_path: Path) -> None:
     module = Groups()
-    trainer = quiet_trainer(max_steps=3, limit_val_batches=0)
+    trainer = quiet_trainer(max_steps=3)
     trainer.fit(module, batches())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     (optimizer,) = trainer.optimizers
@@ -196,18 +198,19 @@ class Wide(Scheduled):
     """Large enough for what DeepSpeed swaps: tensors below 1 MiB stay in memory without a word."""
 
     def __init__(self) -> None:
-        super().__init__("llama", hidden=192, layers=2)
+        super().__init__("llama", hidden=320, layers=2)
 
 
 @ranks(2, deadline=300)
 def _on_disk(folder: str) -> None:
-    # Two vectors on each rank, so that one is read while the other is away.
+    # Several vectors on each rank, so that one is read while the others are away.
     nvme: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": f"{folder}/swap", "sub_group_size": 400_000}
     disk: Strategy = lambda: ZeROStrategy(3, **nvme)  # noqa: E731
     whole, rest, look, path = Wide(), Wide(), Look(), Path(folder) / "a.ckpt"
     fit(whole, steps=5, strategy=disk)
     saved = state_digests(fit(Wide(), steps=3, save=path, strategy=disk))
-    assert len(list(Path(folder).rglob("*.swp"))) > 12
+    # Of both fits: masters and two moments of two vectors on two ranks; a third one is too small to be swapped.
+    assert len(list(Path(folder).rglob("*.swp"))) == 24
     fit(rest, steps=5, ckpt_path=path, strategy=disk, callbacks=[look])
     assert look.seen == saved
     assert mean_losses(rest) == mean_losses(whole)[3:]
