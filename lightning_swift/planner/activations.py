@@ -75,6 +75,9 @@ class Step:
         first: The first layer, where it differs: nothing below it wants a gradient.
         loss: Peak from the last layer's output to its gradient, above the level before.
         loss_logits: The part of that peak that logits and loss take.
+        loss_forward: Peak of the forward part of it.
+        cast: Copies of one layer's weights, by kind, that autocast keeps to the end of the forward pass where the
+            graph does not (and counts as saved).
         kept: Logits that stay until the backward pass is over, because the caller holds them.
         head_gradients: Gradients of head and last norm.
         embedding: Peak of the embedding's backward above the level before, its gradient included.
@@ -88,6 +91,8 @@ class Step:
     first: Layer
     loss: float
     loss_logits: float
+    loss_forward: float
+    cast: dict[bool, float]
     kept: float
     head_gradients: float
     embedding: float
@@ -114,6 +119,7 @@ def profile(shape: ModelShape, options: StepOptions) -> Step:
         layers=layers,
         first=layers[kind] if flows else walk.layer(sparse=kind, flows=False),
         **walk.loss(),
+        cast={sparse: walk.cast(sparse=sparse) for sparse in layers},
         embedding=gradient + doubled + (scaled if arithmetic.full else 0),
         embedding_gradient=0 if shape.tied else gradient,
         waiting=gradient if shape.tied and options.accumulate else 0,
@@ -130,6 +136,7 @@ class _Walk:
         arithmetic = options.arithmetic
         self.size = arithmetic.stream or arithmetic.weight
         self.rows = self.part(sparse=False).rows
+        self.forward_peak = 0
         self.boundary = self.rows * shape.hidden * self.size
 
     def part(self, *, sparse: bool) -> Part:
@@ -167,6 +174,13 @@ class _Walk:
         del arrived
         return Layer(saved, forward, ledger.peak - level, gradients)
 
+    def cast(self, *, sparse: bool) -> float:
+        arithmetic, shape = self.options.arithmetic, self.shape
+        copied = arithmetic.autocast and arithmetic.weight > arithmetic.compute
+        if not copied or self.options.checkpointing == "none":
+            return 0.0
+        return (shape.attention_linear + shape.mlp_linear(sparse)) * arithmetic.compute
+
     def loss(self) -> dict[str, float]:
         ops, hidden, stop = self._start()
         ledger = ops.ledger
@@ -182,6 +196,7 @@ class _Walk:
         kept = sum(value.buffer.nbytes for value in held if value.buffer is not None)
         outcome: dict[str, float] = {
             "loss": ledger.peak - before,
+            "loss_forward": self.forward_peak - before,
             "loss_logits": ledger.loss_at_peak,
             "kept": kept,
             "head_gradients": sum(grad.nbytes for grad in ledger.gradients),
@@ -206,6 +221,7 @@ class _Walk:
         node, top.node = top.node, None
         del top
         assert node is not None
+        self.forward_peak = self.forward_peak or ops.ledger.peak
         node.grad = ops.new(4)
         return run_backward(ops.ledger, node, stop)
 

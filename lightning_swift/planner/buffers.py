@@ -27,6 +27,7 @@ class Buffers:
     Args:
         always: Weights that stay gathered through the whole step.
         forward: While a layer's forward runs.
+        gathering: When a layer's weights have arrived: those of the one before, as they came, and as they are used.
         loss: While logits and loss are there.
         own: Gathered weights of the layer whose backward runs, freed when it ends.
         ahead: Those of the next layer, gathered ahead.
@@ -39,6 +40,7 @@ class Buffers:
 
     always: float = 0.0
     forward: float = 0.0
+    gathering: float = 0.0
     loss: float = 0.0
     own: float = 0.0
     ahead: float = 0.0
@@ -79,6 +81,7 @@ def _fsdp(job: Job, layout: Layout, part: Share) -> Buffers:
     return Buffers(
         always=embedding if tied else 0.0,
         forward=2 * layer,
+        gathering=3 * layer,
         loss=head + (chunks if job.loss == "chunked" else 0.0),
         own=layer,
         ahead=layer,

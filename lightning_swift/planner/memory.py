@@ -147,7 +147,7 @@ def _points(job: Job, layout: Layout, part: Share, kept: States, stage: int) -> 
     flight = in_flight(layout, stage)
     saved = _saved(step, part)
     if not part.last:
-        step = replace(step, loss=0.0, loss_logits=0.0, kept=0.0, head_gradients=0.0)
+        step = replace(step, loss=0.0, loss_logits=0.0, loss_forward=0.0, kept=0.0, head_gradients=0.0)
     held = (flight - 1) * saved
     policy = _Gradients(job, layout, part, kept, step)
     found = _forward_and_loss(step, part, sent, policy, held, saved)
@@ -222,11 +222,16 @@ def _forward_and_loss(
     before = policy.at(0.0) if policy.resident else policy.at(0.0) - (policy.head if policy.tied_whole else 0.0)
     forward = held + saved - last.saved + last.forward
     found = [Point("the last layer's forward pass", before, forward, communication=sent.always + sent.forward)]
+    if sent.gathering:
+        level = held + saved - last.saved
+        found.append(replace(found[0], activations=level, communication=sent.always + sent.gathering))
     if part.last:
         fresh = 0.0 if policy.resident else step.head_gradients
         activations = held + saved + step.loss - step.loss_logits - step.head_gradients
         gathered = sent.always + sent.loss
         found.append(Point("the loss", before + fresh, activations, step.loss_logits, gathered))
+        cast = sum(step.cast[kind] for kind in part.kinds)
+        found.append(Point("the loss", before, held + saved + step.loss_forward + cast, 0.0, gathered))
         if sent.sending_head:
             gathered = sent.always + sent.ahead + sent.sending_head
             found.append(Point("the loss", before + fresh, held + saved, step.kept, gathered))

@@ -20,7 +20,7 @@ _USABLE = 0.97
 _TIGHT = 0.6
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # At equal speed the simpler one is better: each step down this list must pay for itself.
-_COMPLEXITY: dict[StrategyName, float] = {"ddp": 0, "fsdp": 1, "zero1": 2.2, "zero2": 2, "zero3": 3, "tp_pp": 4}
+_COMPLEXITY: dict[StrategyName, float] = {"ddp": 0, "fsdp": 1, "zero1": 2.2, "zero2": 2, "zero3": 3, "tp_pp": 8}
 _COST_OF_COMPLEXITY = 0.03
 _LONGEST = 1 << 22
 # Beyond this many ranks DDP's and FSDP's collectives over all ranks take long to start.

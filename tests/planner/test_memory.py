@@ -54,7 +54,7 @@ def test_full_recomputation_keeps_the_input() -> None:
 
 def test_bytes_of_nf4() -> None:
     """Dettmers et al. 2023: 4.127 bits per parameter with double quantisation."""
-    assert 8 * NF4 == pytest.approx(4.127, abs=0.001)
+    assert pytest.approx(4.127, abs=0.001) == 8 * NF4
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3", "tp_pp"])
@@ -137,7 +137,9 @@ def test_an_earlier_micro_batch_leaves_its_gradients() -> None:
 
 def test_more_experts_cost_weights_and_not_activations() -> None:
     few, many = (
-        requested_peak(job(tiny(model_type="mixtral", num_local_experts=n, num_experts_per_tok=2)), Layout("zero3", shard=1))
+        requested_peak(
+            job(tiny(model_type="mixtral", num_local_experts=n, num_experts_per_tok=2)), Layout("zero3", shard=1)
+        )
         for n in (4, 8)
     )
     assert many > few
