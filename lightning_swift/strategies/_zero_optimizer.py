@@ -4,17 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_swift.errors import ConfigurationError
 
-__all__ = ["gradients_times", "offloaded_adam", "use_fused_kernels"]
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+__all__ = ["check_single", "gradients_times", "offloaded_adam", "use_fused_kernels", "users_optimizers"]
 
 # Options of torch's Adam that DeepSpeed's has no counterpart for.
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+
+
+def users_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """What ``configure_optimizers`` returns, asked while partitioned parameters show their whole shapes."""
+    with _whole_shapes(module):
+        return _init_optimizers_and_lr_schedulers(module)
+
+
+@contextmanager
+def _whole_shapes(module: nn.Module) -> Iterator[None]:
+    """While active, a partitioned parameter has the shape that it has elsewhere, without the memory.
+
+    Its own is ``[0]``: grouping parameters by ``p.ndim``, as is usual for weight decay, would silently make one group.
+    """
+    parted = [p for p in module.parameters() if p.requires_grad and p.numel() == 0 and hasattr(p, "ds_shape")]
+    kept = [p.data for p in parted]
+    for parameter in parted:
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parted, kept, strict=True):
+            parameter.data = data
 
 
 def offloaded_adam(optimizer: Optimizer, *, bf16_states: bool) -> Optimizer:

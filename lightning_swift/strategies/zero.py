@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -42,6 +41,7 @@ from lightning_swift.strategies._zero_optimizer import (
     check_single,
     offloaded_adam,
     use_fused_kernels,
+    users_optimizers,
 )
 from lightning_swift.strategies._zero_options import (
     AutoSwitch,
@@ -278,7 +278,7 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
             rank_zero_info(f"{type(self).__name__}: {report}")
 
     def _start_training(self, module: pl.LightningModule) -> None:
-        optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+        optimizers, schedulers = users_optimizers(module)
         optimizer = check_single(optimizers)
         keep_trainable(optimizer, [config.scheduler for config in schedulers])
         optimizer = self._suited(optimizer)

@@ -55,6 +55,35 @@ def test_accumulation_divides_once() -> None:
     accumulated()
 
 
+class Decayed(Lazy):
+    """Groups by number of axes, as most code does for weight decay."""
+
+    def configure_optimizers(self) -> Any:
+        self.axes = {name: parameter.ndim for name, parameter in self.named_parameters()}
+        self.elements = sum(parameter.numel() for parameter in self.parameters())
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+
+
+@ranks(2, deadline=90)
+def decayed(folder: str) -> None:
+    whole = Decayed(folder)
+    whole.configure_model()
+    whole.configure_optimizers()
+    module = Decayed(folder)
+    trainer = quiet_trainer(strategy=ZeROStrategy(3, "32-true"), max_steps=1)
+    trainer.fit(module, loader(Tokens(), batch_size=4))
+    assert module.axes == whole.axes
+    assert module.elements == whole.elements
+    groups = trainer.strategy.optimizers[0].optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+def test_groups_by_shape_see_whole_shapes_under_stage_3(folder: str) -> None:
+    decayed(folder)
+
+
 def scheduled(module: Any) -> Any:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
