@@ -14,6 +14,8 @@ from tests.planner.jobs import job, tiny
 
 # What issue and README promise: 5 % at worst. The two engines share no code, and every case here is far closer.
 _WORST = 0.02
+# The promise for FSDP2. A tied embedding in a tiny model is 2.9 % off, the others are within 0.5 %.
+_WORST_SHARDED = 0.03
 _PURE: dict[str, Any] = {"precision": "bf16-true", "optimizer": "adamw_fused"}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
@@ -49,15 +51,12 @@ def traced() -> dict[str, float]:
     return {name: max(result["sections"].values()) for name, result in zip(CASES, run_requests(requests), strict=True)}
 
 
-# Where embedding and head are one weight of a tiny model, FSDP2's outermost group needs more than the closed form says.
-_KNOWN_GAP = pytest.mark.xfail(reason="FSDP2 with a tied embedding, few tokens: known to be off", strict=False)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=_KNOWN_GAP) if n == "fsdp tied" else n for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_closed_form(traced: dict[str, float], name: str) -> None:
     _, asked, layout = question(name)
-    assert requested_peak(asked, layout) == pytest.approx(traced[name], rel=_WORST)
+    worst = _WORST_SHARDED if layout.strategy == "fsdp" else _WORST
+    assert requested_peak(asked, layout) == pytest.approx(traced[name], rel=worst)
 
 
 @pytest.mark.slow
