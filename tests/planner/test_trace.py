@@ -14,7 +14,7 @@ from tests.planner.jobs import job, tiny
 
 # What issue and README promise: 5 % at worst. The two engines share no code, and every case here is far closer.
 _WORST = 0.02
-# The promise for FSDP2. A tied embedding in a tiny model is 2.9 % off, the others are within 0.5 %.
+# The promise for FSDP2. A tied embedding in a tiny model is 2.9 % off.
 _WORST_SHARDED = 0.03
 _PURE: dict[str, Any] = {"precision": "bf16-true", "optimizer": "adamw_fused"}
 
