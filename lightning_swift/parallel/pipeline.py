@@ -113,6 +113,17 @@ class PipelinedModel(nn.Module):
         return self._device or next(self.parameters()).device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters, as the Hugging Face model says it."""
+        dtype: torch.dtype = self._stages[0].pretrained.dtype
+        return dtype
+
+    @property
+    def generation_config(self) -> Any:
+        """Defaults of ``generate``, which may be changed."""
+        return self._stages[0].pretrained.generation_config
+
+    @property
     def activation_dtype(self) -> torch.dtype:
         """Type of the hidden states between stages."""
         # Packed weights of quantised layers are integers.
@@ -266,6 +277,18 @@ class PipelinedModel(nn.Module):
                 "that are computed for nothing: use larger batches or fewer microbatches.",
                 stacklevel=3,
             )
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        """Say why parts of the Hugging Face model are not here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error}, which stands for the Hugging Face model here: each rank holds only its own stages of it. "
+                "Change parts of the model where it is built, and choose parameters by their names in "
+                "named_parameters(), which have not changed."
+            ) from None
 
     @override
     def named_modules(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_swift.checkpoint.layout import Manifest
-from lightning_swift.errors import ConfigurationError
+from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.parallel.gradients import OtherStages
 from lightning_swift.parallel.mesh import MeshAxis, data_parallel_rank
 from lightning_swift.parallel.pipeline import PipelinedModel
@@ -34,7 +37,9 @@ from lightning_swift.strategies._failures import FailureWatch
 from lightning_swift.strategies._mesh import MeshStrategy
 from lightning_swift.strategies._tensor_pipeline_batch import (
     FactorCheck,
+    draws_masks,
     refuse_different_batches,
+    share_generators,
     share_randomness,
 )
 from lightning_swift.strategies._tensor_pipeline_model import (
@@ -100,6 +105,16 @@ class TensorPipelineEngine(MeshStrategy):
             rank_zero_info(startup_table(self._dealt))
 
     @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.mesh_sizes.pp > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ConfigurationError(
+                "LBFGS chooses its steps by all gradients at once, and each rank would choose by those of its stages.",
+                where="configure_optimizers",
+                fix="Use an optimizer that treats each parameter by itself, or pipeline_parallel_size=1.",
+            )
+
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         if self._shares_batches:
             share_randomness(dataloader, seed=self._seed, share=data_parallel_rank(self.device_mesh))
@@ -108,7 +123,9 @@ class TensorPipelineEngine(MeshStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._step("training", args):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+            _refuse_terms_of_parameters(output["loss"] if isinstance(output, Mapping) else output)
+            return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -124,6 +141,14 @@ class TensorPipelineEngine(MeshStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._step("prediction", args):
             return super().predict_step(*args, **kwargs)
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: dist.ProcessGroup | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        # Where self.log(..., sync_dist=True) meets such a loss, before the step has returned it.
+        _refuse_terms_of_parameters(tensor)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -174,6 +199,9 @@ class TensorPipelineEngine(MeshStrategy):
         if partial:
             group = self.device_mesh.get_group(MeshAxis.TP)
             pipelined.gradient_fixes.append(lambda pairs: sum_partial_gradients(pairs, partial, group))
+        if self.mesh_sizes.tp > 1 and draws_masks(pipelined):
+            share = share_generators(self.device_mesh.get_group(MeshAxis.TP), self.root_device)
+            pipelined.register_forward_pre_hook(share)
         add_idle_parameter(pipelined, self.options.policy.master_dtype, self.root_device)
         super()._finish(module, blocks)
 
@@ -247,3 +275,12 @@ class TensorPipelineEngine(MeshStrategy):
                 where="compile",
                 fix="Leave one of the three out.",
             )
+
+
+def _refuse_terms_of_parameters(loss: object) -> None:
+    if isinstance(loss, DTensor):
+        raise ModelError(
+            "the loss has a term that is computed from the parameters, of which each rank holds those of its stages.",
+            where="training_step",
+            fix="Return a loss that depends on the model through out.loss alone; optimizers have weight decay.",
+        )

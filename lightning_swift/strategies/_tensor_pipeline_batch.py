@@ -1,11 +1,11 @@
-"""Sees to it that all ranks of one model-parallel group work on the same samples, and refuses when they do not."""
+"""Sees to it that the ranks of one model-parallel group work on the same samples, and refuses when they do not."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_swift.errors import DataError, ModelError
 from lightning_swift.parallel.mesh import MeshAxis
 
-__all__ = ["FactorCheck", "refuse_different_batches", "share_randomness"]
+__all__ = ["FactorCheck", "draws_masks", "refuse_different_batches", "share_generators", "share_randomness"]
 
 
 def refuse_different_batches(batch: object, mesh: DeviceMesh, device: torch.device) -> None:
@@ -102,6 +102,38 @@ def share_randomness(loader: object, *, seed: int, share: int) -> None:
         loader.generator = torch.Generator().manual_seed(seed + share)
     if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
         loader.sampler.generator = torch.Generator().manual_seed(seed + share)
+
+
+def draws_masks(module: nn.Module) -> bool:
+    """Whether any part of ``module`` drops something out, as a layer or by an attribute like ``attention_dropout``."""
+    return any(
+        isinstance(value, float) and value > 0.0 and ("drop" in name or (name == "p" and "Drop" in type(part).__name__))
+        for part in module.modules()
+        for name, value in vars(part).items()
+    )
+
+
+def share_generators(group: dist.ProcessGroup, device: torch.device) -> Callable[[nn.Module, object], None]:
+    """A hook before a model's forward pass in training that brings torch's default generators of ``group`` in step.
+
+    Tensor-parallel ranks that drop different elements of what all of them hold whole would train different copies of
+    the weights that are not cut, in silence. Seeds that depend on the rank would do, or a number that one rank alone
+    draws. Where generators are in step already, as they are by default, it changes nothing.
+    """
+
+    def share(module: nn.Module, _: object) -> None:
+        if not module.training:
+            return
+        torch.set_rng_state(of_first_rank(torch.get_rng_state()))
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(of_first_rank(torch.cuda.get_rng_state(device)), device)
+
+    def of_first_rank(state: Tensor) -> Tensor:
+        shared = state.to(device)
+        dist.broadcast(shared, group=group, group_src=0)
+        return shared.cpu()
+
+    return share
 
 
 def _fingerprint(batch: object) -> int:

@@ -110,6 +110,25 @@ class NoLanguageModel(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Regularised(UserModule):
+    """Its loss has a term of the parameters, which is logged over all ranks or only returned."""
+
+    def __init__(self, *, logged: bool) -> None:
+        super().__init__()
+        self.logged = logged
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
+        if self.logged:
+            self.log("whole", loss, sync_dist=True)
+        return {"loss": loss}
+
+
+class WholeVector(UserModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 PP2 = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
 TP2 = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
 BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
@@ -120,6 +139,9 @@ BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Headed("llama"), PP2, "would train beside the language model"),
     (lambda: Two("llama"), PP2, "2 Hugging Face models"),
     (NoLanguageModel, PP2, "no Hugging Face model"),
+    (WholeVector, PP2, "LBFGS chooses its steps"),
+    (lambda: Regularised(logged=True), PP2, "computed from the parameters"),
+    (lambda: Regularised(logged=False), PP2, "computed from the parameters"),
 ]
 
 
@@ -137,6 +159,7 @@ def test_refused_by_the_model() -> None:
     compare_factors()
     start_from_one_tied_weight()
     keep_random_batches_together()
+    keep_masks_of_cut_layers_together()
 
 
 def compare_batches() -> None:
@@ -208,3 +231,30 @@ def keep_random_batches_together() -> None:
     torch.distributed.all_gather_object(everyone, module.seen)
     assert everyone[0] == everyone[1]
     assert everyone[0][:4] != everyone[0][4:]
+
+
+class DropsOut(Consumes):
+    """Drops out of what all tensor-parallel ranks hold whole."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for part in self.model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.2
+
+
+def keep_masks_of_cut_layers_together() -> None:
+    # And what else can be asked of a model that has been cut.
+    torch.manual_seed(torch.distributed.get_rank())
+    module = DropsOut("gpt_neox")
+    module.seen = []
+    strategy = TensorPipelineStrategy("32-true", pipeline_parallel_size=1, tensor_parallel_size=2)
+    quiet_trainer(strategy=strategy, max_steps=2).fit(module, loader(Tokens(16), batch_size=4))
+    mine = dict(module.named_parameters())["model.gpt_neox.layers.0.input_layernorm.weight"].full_tensor().detach()
+    first = mine.clone()
+    torch.distributed.broadcast(first, src=0)
+    assert torch.equal(mine, first)
+    assert module.model.dtype == torch.float32
+    assert module.model.generation_config.eos_token_id == 2
+    with pytest.raises(AttributeError, match=r"no attribute 'gpt_neox', .* its own stages"):
+        module.model.gpt_neox.layers  # noqa: B018
