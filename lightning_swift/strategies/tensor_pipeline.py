@@ -30,6 +30,11 @@ class TensorPipelineStrategy(TensorPipelineEngine):
     Ranks of one model-parallel group get the same batches: ``trainer.distributed_sampler_kwargs`` counts data-parallel
     ranks. Ranks next to each other are tensor-parallel, those farthest apart are stages.
 
+    The Trainer's ``gradient_clip_val``, ``self.clip_gradients`` and :meth:`gradient_norm` know the gradients of all
+    stages; what a step hook of your own computes of ``self.parameters()``, such as torch's ``clip_grad_norm_``, sees
+    those of one rank. Tensor-parallel ranks draw the same dropout masks. Adafactor and Rprop cannot take sharded
+    parameters (torch 2.13).
+
     Also by name: ``Trainer(strategy="swift_tp_pp")``, which means BF16.
 
     Args:
