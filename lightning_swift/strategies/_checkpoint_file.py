@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +31,13 @@ class FileOptimizer(Protocol):
 
 
 def load_file(
-    path: Path, target: Mapping[str, Any], optimizers: Sequence[FileOptimizer], *, strict: bool, rename: Rename
+    path: Path,
+    target: Mapping[str, Any],
+    optimizers: Sequence[FileOptimizer],
+    *,
+    strict: bool,
+    rename: Rename,
+    elsewhere: Set[str] = frozenset(),
 ) -> dict[str, Any]:
     """Fill the module, and the optimizers if the file has their state; each rank takes its own slices.
 
@@ -43,6 +49,7 @@ def load_file(
         optimizers: Its optimizers, none when the model is only evaluated.
         rename: From a name in the file to the saved name.
         strict: Whether missing and unexpected names are errors.
+        elsewhere: Saved names of tensors that other ranks have, which are not unexpected.
 
     Returns:
         The rest of the checkpoint.
@@ -55,7 +62,7 @@ def load_file(
     with Together(Ranks.current(), "reading", path):
         checkpoint = _read(path)
         weights: dict[str, Any] = {rename(name): value for name, value in checkpoint.pop("state_dict").items()}
-        _compare(path, weights, target, strict=strict)
+        _compare(path, {n: w for n, w in weights.items() if n in target or n not in elsewhere}, target, strict=strict)
         states = checkpoint.pop("optimizer_states", None)
         if optimizers and states is not None:
             _compare_groups(path, states, optimizers)

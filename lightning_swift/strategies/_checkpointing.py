@@ -148,8 +148,17 @@ class ShardedCheckpointing(ParallelStrategy):
         """Fill this rank's state from an ordinary checkpoint file; return the rest of it."""
         targets = [OptimizerInFile(optimizer) for optimizer in optimizers]
         return load_file(
-            path, self._model_state(), targets, strict=self._module.strict_loading, rename=self._saved_name
+            path,
+            self._model_state(),
+            targets,
+            strict=self._module.strict_loading,
+            rename=self._saved_name,
+            elsewhere=self._names_elsewhere(),
         )
+
+    def _names_elsewhere(self) -> frozenset[str]:
+        """Saved names of tensors that only other ranks have. All ranks call it."""
+        return frozenset()
 
     @override
     def save_checkpoint(

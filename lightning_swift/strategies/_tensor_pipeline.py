@@ -221,13 +221,21 @@ class TensorPipelineEngine(MeshStrategy):
 
     @override
     def _load_file(self, path: Path, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        if self.mesh_sizes.pp > 1:
+        if self.mesh_sizes.pp > 1 and optimizers:
             raise ConfigurationError(
                 "the file numbers the parameters of the optimizer, and a stage cannot know its own ones by number.",
                 where=str(path),
                 fix="Resume it once with FSDPBF16Strategy and save: that checkpoint resumes under any layout.",
             )
         return super()._load_file(path, optimizers)
+
+    @override
+    def _names_elsewhere(self) -> frozenset[str]:
+        if self.mesh_sizes.pp == 1:
+            return frozenset()
+        names: list[Any] = [None] * self.world_size
+        dist.all_gather_object(names, set(self._model_state()))
+        return frozenset().union(*names)
 
     @property
     @override

@@ -14,6 +14,7 @@ from lightning_swift.checkpoint.layout import read_manifest
 from lightning_swift.checkpoint.merge import merge_checkpoint
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
+from tests.harness.models import quiet_trainer
 from tests.harness.ranks import ranks
 from tests.tensor_pipeline.runs import FullModule, Numbers, train
 from tests.tensor_pipeline.test_fit import BOTH, FIVE_DECIMALS, LAYERS, PP2
@@ -42,6 +43,11 @@ def second_half(kind: str, path: Path, chosen: Any = "auto", **kwargs: Any) -> N
     return train(FullModule(kind, layers=LAYERS), chosen, ckpt_path=str(path), num_sanity_val_steps=0, **kwargs)
 
 
+def evaluate(kind: str, path: Path, **kwargs: Any) -> float:
+    results = quiet_trainer(**kwargs).validate(FullModule(kind, layers=LAYERS), ckpt_path=str(path), verbose=False)
+    return results[0]["val_loss"]
+
+
 # The tests stop in the middle of an epoch on purpose; each run then starts the data anew.
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -53,18 +59,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoin
 def test_any_layout_resumes_what_any_other_has_saved(kind: str, saved: str, resumed: list[str], tmp_path: Path) -> None:
     first_half(kind, tmp_path / "plain.ckpt", devices=1)
     expected = second_half(kind, tmp_path / "plain.ckpt", devices=1)
-    save_and_resume(kind, saved, resumed, expected, tmp_path)
+    evaluated = evaluate(kind, tmp_path / "plain.ckpt", devices=1)
+    save_and_resume(kind, saved, resumed, expected, evaluated, tmp_path)
     on_one_rank(kind, expected, tmp_path)
     assert_merged(kind, tmp_path)
 
 
 @ranks(4, deadline=90)
-def save_and_resume(kind: str, saved: str, resumed: list[str], expected: Numbers, folder: Path) -> None:
+def save_and_resume(
+    kind: str, saved: str, resumed: list[str], expected: Numbers, evaluated: float, folder: Path
+) -> None:
     first_half(kind, folder / "ours.ckpt", strategy(saved))
     for name in resumed:
         found = second_half(kind, folder / "ours.ckpt", strategy(name))
         errors = [abs(a - b) for a, b in zip(found.flat(), expected.flat(), strict=True)]
         assert max(errors) <= FIVE_DECIMALS, (name, found, expected)
+    # An ordinary file of Lightning holds what all stages have.
+    loss = evaluate(kind, folder / "plain.ckpt", strategy=strategy(resumed[-1]))
+    assert loss == pytest.approx(evaluated, abs=FIVE_DECIMALS)
 
 
 @ranks(1)
