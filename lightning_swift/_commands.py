@@ -38,7 +38,7 @@ def version() -> str:
 
 
 def add_commands(commands: _Commands) -> None:
-    """Add ``plan``, ``merge``, ``export``, ``inspect``, ``generate`` and ``recipes`` to the sub-commands of a parser."""
+    """Add ``plan``, ``merge``, ``export``, ``inspect``, ``generate`` and ``recipes`` to a parser's sub-commands."""
     add_plan(commands)
     _add_merge(commands)
     _add_export(commands)

@@ -15,8 +15,11 @@ ReturnMemory = bool | Literal["auto"]
 # M_MMAP_THRESHOLD in malloc.h, and the size in bytes from which a block is mapped on its own.
 _M_MMAP_THRESHOLD = -3
 _THRESHOLD = 1 << 20
-# M_TRIM_THRESHOLD, and what glibc itself comes to for both once large blocks have been freed.
+# M_TRIM_THRESHOLD, and the free bytes at the end of the heap that glibc keeps by default: it raises that to twice the
+# size of the largest block freed, and would keep it there.
 _M_TRIM_THRESHOLD = -1
+_KEPT = 128 << 10
+# What glibc itself comes to for both once large blocks have been freed.
 _USUAL = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 
 
@@ -29,7 +32,9 @@ def return_freed_memory() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _THRESHOLD))
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT))
 
 
 @contextmanager

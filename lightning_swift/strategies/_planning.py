@@ -51,7 +51,10 @@ def local_device() -> GPU:
 
 def find_shape(module: pl.LightningModule) -> ModelShape | None:
     """Sizes of the language model of ``module``, built or not; None if it has none that the planner knows."""
-    configs = [getattr(module, "config", None), *(getattr(part, "config", None) for part in module.modules())]
+    configs: list[Any] = [
+        getattr(module, "config", None),
+        *(getattr(part, "config", None) for part in module.modules()),
+    ]
     for config in configs:
         if hasattr(config, "to_dict") and hasattr(config, "model_type"):
             try:
@@ -76,7 +79,7 @@ def question(trainer: pl.Trainer, module: pl.LightningModule, batch: int, length
     if kind is None or shape is None:
         return None
     options = getattr(strategy, "options", None)
-    adapters = getattr(options, "adapters", None) or getattr(strategy, "adapters", None)
+    adapters: Any = getattr(options, "adapters", None) or getattr(strategy, "adapters", None)
     lora = getattr(adapters, "lora", None)
     goal = "full" if lora is None else "qlora" if adapters.quantization == "nf4" else "lora"
     job = Job(

@@ -86,7 +86,7 @@ def release_engine(module: nn.Module) -> None:
 
 def inference_config(config: DeepSpeedConfig) -> DeepSpeedConfig:
     """What of a training configuration an engine without an optimizer needs: precision, and partitioned parameters."""
-    kept = {key: config[key] for key in ("bf16", "data_types") if key in config}
+    kept: DeepSpeedConfig = {key: config[key] for key in ("bf16", "data_types") if key in config}
     kept["train_micro_batch_size_per_gpu"] = 1
     zero = config["zero_optimization"]
     if zero["stage"] == 3:

@@ -12,7 +12,10 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +133,29 @@ def _load(builder: Any, op: Op) -> None:
         rank_zero_info(f"DeepSpeed: compiling {name} ({op.purpose}). Once per machine; it takes a minute or more.")
     started = time.monotonic()
     try:
-        builder.load(verbose=False)
+        with _own_ninja():
+            builder.load(verbose=False)
     # What the builders and torch raise has no common class of its own; each is a kind of one of these.
     except (RuntimeError, ImportError, OSError, ValueError) as error:
         raise _failed(name, op, error) from error
     if not built:
         rank_zero_info(f"DeepSpeed: {name} is ready after {time.monotonic() - started:.0f} s, in {folder}.")
+
+
+@contextmanager
+def _own_ninja() -> Iterator[None]:
+    """While active, the ninja of this environment is found first, also where the environment is not activated.
+
+    Versions of ninja number commands differently: two that take turns would compile everything anew each time.
+    """
+    path = os.environ.get("PATH", "")
+    own = importlib.util.find_spec("ninja")
+    if own is not None:
+        os.environ["PATH"] = os.pathsep.join([str(import_module("ninja").BIN_DIR), path])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
 
 
 def _wait_for_others(folder: Path, op: Op) -> None:

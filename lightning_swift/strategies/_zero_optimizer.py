@@ -58,7 +58,7 @@ def offloaded_adam(optimizer: Optimizer, *, bf16_states: bool) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     groups = optimizer.param_groups
-    replaced = DeepSpeedCPUAdam(
+    replaced: Optimizer = DeepSpeedCPUAdam(
         [{**group} for group in groups],
         adamw_mode=type(optimizer) is AdamW or bool(groups[0].get("decoupled_weight_decay")),
         fp32_optimizer_states=not bf16_states,

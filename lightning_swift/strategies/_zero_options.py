@@ -62,7 +62,8 @@ class ZeROOptions:
         return PrecisionPolicy(self.precision, self.reduce_dtype)
 
     def _check_choices(self) -> None:
-        if self.offload_params == "nvme":
+        # A user is not held to the annotation.
+        if str(self.offload_params) == "nvme":
             raise ConfigurationError(
                 'offload_params="nvme" does not work: DeepSpeed fails at its second step for want of swap buffers.',
                 where="offload_params",

@@ -39,7 +39,9 @@ class ZeROPrecision(DeepSpeedPrecision):
         return nullcontext()
 
     @override
-    def backward(self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(  # type: ignore[override]  # as Lightning's own for DeepSpeed
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         prepare = getattr(model, "loss_for_backward", None)
         if prepare is not None:
             tensor = prepare(tensor)
@@ -49,10 +51,11 @@ class ZeROPrecision(DeepSpeedPrecision):
                 "training_step instead."
             )
         # Lightning has divided the loss by the accumulation steps already; the engine would do it once more.
-        model.trainer.strategy.model.backward(tensor, *args, **{"scale_wrt_gas": False, **kwargs})
+        strategy: Any = model.trainer.strategy
+        strategy.model.backward(tensor, *args, **{"scale_wrt_gas": False, **kwargs})
 
     @override
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()

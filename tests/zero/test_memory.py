@@ -11,7 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 
+from lightning_swift.adapters.settings import LoraSettings
 from lightning_swift.strategies.zero import ZeROStrategy
+from lightning_swift.strategies.zero_qlora import ZeRO3QLoRAStrategy
 from tests.harness.models import quiet_trainer, save_tiny_model
 from tests.harness.ranks import ranks, run_ranks
 from tests.zero.references import Lazy, difference, fit
@@ -87,6 +89,19 @@ def partitioned(small: str, large: str, lazy: bool) -> tuple[int, int, int, int]
 def test_a_rank_of_two_holds_half_of_the_model(folder: str, large: str, lazy: bool) -> None:
     _, rest, model, _ = partitioned(folder, large, lazy)
     assert rest <= PARTITIONED * model, (rest / model, model)
+
+
+@ranks(1, deadline=120)
+def quantised(small: str, large: str) -> tuple[int, int, int, int]:
+    load(small, ZeRO3QLoRAStrategy(LoraSettings(r=1)), lazy=True)
+    return load(large, ZeRO3QLoRAStrategy(LoraSettings(r=1)), lazy=True)
+
+
+def test_a_quantised_model_is_never_whole(folder: str, large: str) -> None:
+    highest, rest, model, layer = quantised(folder, large)
+    # 4.13 of 16 bits, and head and embedding in BF16.
+    assert highest <= 0.45 * model + 2 * layer, (highest / model, layer / model)
+    assert rest <= 0.45 * model, rest / model
 
 
 class Swapped(L.Callback):
