@@ -126,8 +126,8 @@ class Norms:
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def __call__(self, parameters: Any, max_norm: float) -> torch.Tensor:
-        norm = gradients.clip_by_norm(list(parameters), max_norm)
+    def __call__(self, parameters: Any, max_norm: float, **stages: Any) -> torch.Tensor:
+        norm = gradients.clip_by_norm(list(parameters), max_norm, **stages)
         self.values.append(float(norm))
         return norm
 

@@ -70,6 +70,9 @@ def test_every_option_is_readable_by_a_configuration_file() -> None:
         "block_classes": ["LlamaDecoderLayer"],
         "process_group_backend": "gloo",
         "timeout": 60,
+        "lora": {"r": 4, "target_modules": ["q_proj"]},
+        "quantization": None,
+        "save_frozen": True,
     }
     assert set(text) == set(inspect.signature(FSDPBF16Strategy).parameters)
     path = "lightning_swift.strategies.fsdp.FSDPBF16Strategy"

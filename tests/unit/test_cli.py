@@ -22,8 +22,18 @@ COMMANDS = {
     "validate": [],
     "test": [],
     "predict": [],
-    "merge": ["--dtype", "--json", "--max-shard-size", "--no-verify-hashes", "--overwrite", "checkpoint", "output"],
+    "merge": [
+        "--base",
+        "--dtype",
+        "--json",
+        "--max-shard-size",
+        "--no-verify-hashes",
+        "--overwrite",
+        "checkpoint",
+        "output",
+    ],
     "export": [
+        "--base",
         "--dtype",
         "--format",
         "--json",
@@ -35,6 +45,14 @@ COMMANDS = {
     ],
     "inspect": ["--json", "--no-verify-hashes", "checkpoint"],
     "generate": ["--device", "--max-new-tokens", "--prompt", "--seed", "--temperature", "folder"],
+    "plan": sorted(
+        [
+            *("--gpu", "--gpus", "--nodes", "--seq-length", "--batch-size", "--global-batch", "--goal", "--lora-r"),
+            *("--dora", "--dropout", "--loss", "--chunk", "--checkpointing", "--strategy", "--dtype", "--optimizer"),
+            *("--tensor-parallel", "--pipeline-parallel", "--host-memory", "--network", "--tokens", "--price"),
+            *("--calibration", "--trace", "--output", "--plot", "--json", "model"),
+        ]
+    ),
     "recipes": ["--json"],
 }
 
