@@ -24,7 +24,7 @@ from lightning_swift.parallel.blocks import class_names, find_embeddings, is_sep
 from lightning_swift.parallel.dtypes import PrecisionPolicy
 from lightning_swift.parallel.mesh import data_parallel_mesh
 
-__all__ = ["Reshard", "ShardingSettings", "device_of_shards", "reshard", "shard", "sharded_roots"]
+__all__ = ["Reshard", "ShardingSettings", "device_of_shards", "refuse_scalars", "reshard", "shard", "sharded_roots"]
 
 Reshard = bool | Literal["auto"]
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -68,7 +68,7 @@ def shard(
     Raises:
         ModelError: A parameter that cannot be sharded.
     """
-    _refuse_scalars(module)
+    refuse_scalars(module)
     options = _options(mesh, settings)
     _shard_statistics(module, settings, options)
     units, aliases = _units(module)
@@ -186,7 +186,12 @@ def _own_parameters(module: nn.Module) -> bool:
     return any(_own_parameters(child) for child in lists)
 
 
-def _refuse_scalars(module: nn.Module) -> None:
+def refuse_scalars(module: nn.Module) -> None:
+    """Refuse parameters of shape ``[]``, of which no rank can have a part.
+
+    Raises:
+        ModelError: There is one.
+    """
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise ModelError(

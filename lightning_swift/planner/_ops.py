@@ -6,57 +6,11 @@ Each mirrors PyTorch's derivative formula (``tools/autograd/derivatives.yaml``),
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
+from lightning_swift.planner._arithmetic import Adapter, Arithmetic
 from lightning_swift.planner.tape import Buffer, Gradient, Ledger, Node, Recompute, Value, run_backward
 
-__all__ = ["Adapter", "Arithmetic", "Ops", "Quantised"]
-
-Quantised = Literal["none", "nf4", "int8"]
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """LoRA beside every linear layer of a block.
-
-    Args:
-        rank: Its r.
-        size: Bytes per element in which adapters compute.
-        dropout: Whether their input goes through dropout.
-        dora: Whether magnitudes are learned too.
-    """
-
-    rank: int
-    size: int = 2
-    dropout: bool = False
-    dora: bool = False
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """In which sizes a step computes.
-
-    Args:
-        weight: Bytes per weight element that operators see.
-        compute: Bytes per element of matrix products.
-        autocast: FP32 weights are cast for each matrix product (DDP's mixed precision).
-        quantised: How frozen matrices are stored.
-        adapter: LoRA, or None for full training.
-        stream: Bytes per element of the residual stream; 0 takes what the embedding gives.
-    """
-
-    weight: int = 2
-    compute: int = 2
-    autocast: bool = False
-    quantised: Quantised = "none"
-    adapter: Adapter | None = None
-    stream: int = 0
-
-    @property
-    def full(self) -> bool:
-        """All weights are trained."""
-        return self.adapter is None
+__all__ = ["Ops"]
 
 
 class Ops:
@@ -71,12 +25,10 @@ class Ops:
     """
 
     def __init__(self, ledger: Ledger, arithmetic: Arithmetic) -> None:
-        self.ledger = ledger
-        self.arithmetic = arithmetic
+        self.ledger, self.arithmetic = ledger, arithmetic
         self.graph = True
         self.keep: list[Buffer] | None = None
-        self.replaying = False
-        self.is_loss = False
+        self.replaying = self.is_loss = False
         self.shared: list[Gradient] | None = None
 
     def new(self, nbytes: float) -> Buffer:
@@ -106,8 +58,6 @@ class Ops:
         grad = self.new(nbytes)
         if not self.ledger.accumulate:
             self.ledger.gradients.append(grad)
-
-    # -- elementwise
 
     def unary(self, x: Value, *, save_input: bool = False, save_output: bool = False, temporaries: int = 0) -> Value:
         """An operator whose backward makes one tensor like its input (after ``temporaries`` more of them)."""
@@ -362,8 +312,6 @@ class Ops:
 
         saved = (q.buffer, k.buffer, v.buffer, out, statistics)
         return Value(rows, size, out, self.node([q.node, k.node, v.node], rule, *saved))
-
-    # -- recomputation
 
     def checkpoint(self, block: Callable[[Value], Value], x: Value, *, selective: bool) -> Value:
         """Run ``block`` keeping its input only (selective: and the outputs of its matrix products)."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from lightning_swift.planner._ops import Arithmetic, Ops
+from lightning_swift.planner._arithmetic import Arithmetic
+from lightning_swift.planner._ops import Ops
 from lightning_swift.planner.layers import Part, decoder_layer, final_norm, gathered
 from lightning_swift.planner.shape import ModelShape
 from lightning_swift.planner.tape import Gradient, Ledger, Node, Value, run_backward

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lightning_swift.errors import ConfigurationError
-from lightning_swift.planner._ops import Adapter, Arithmetic
+from lightning_swift.planner._arithmetic import Adapter, Arithmetic
 from lightning_swift.planner.activations import Checkpointing, Loss, StepOptions
 from lightning_swift.planner.hardware import GPU
 from lightning_swift.planner.shape import ModelShape

@@ -24,6 +24,7 @@ from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory, returning_freed_memory
+from lightning_swift.parallel.sharding import refuse_scalars
 from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
 from lightning_swift.strategies._precision import agree
 from lightning_swift.strategies._zero_config import (
@@ -37,12 +38,7 @@ from lightning_swift.strategies._zero_config import (
 from lightning_swift.strategies._zero_engine import choose_accelerator, inference_config, start_engine
 from lightning_swift.strategies._zero_loading import known_to_transformers, load_and_place, loading_config
 from lightning_swift.strategies._zero_ops import ops_for, prepare_ops
-from lightning_swift.strategies._zero_optimizer import (
-    check_single,
-    offloaded_adam,
-    use_fused_kernels,
-    users_optimizers,
-)
+from lightning_swift.strategies._zero_optimizer import check_single, offloaded_adam, use_fused_kernels, users_optimizers
 from lightning_swift.strategies._zero_options import (
     AutoSwitch,
     BucketSize,
@@ -266,6 +262,7 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         """The order of transforms. The model has been built, with or without weights."""
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
+        refuse_scalars(module)
         with nullcontext() if self._returns_memory else returning_freed_memory():
             self._adapt(module)
             load_and_place(module, self._config, device=self.root_device, dtype=self.options.policy.compute_dtype)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_swift.planner._ops import Arithmetic
+from lightning_swift.planner._arithmetic import Arithmetic
 from lightning_swift.planner.activations import StepOptions, profile
 from lightning_swift.planner.levers import levers
 from lightning_swift.planner.memory import COMPONENTS, predict_memory, requested_peak

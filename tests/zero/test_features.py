@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
 from torch import Tensor, nn
 
-from lightning_swift.errors import ConfigurationError
+from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.strategies.zero import ZeROStrategy
 from tests.harness.models import Tokens, UserModule, loader, quiet_trainer
 from tests.harness.ranks import ranks
@@ -222,6 +222,12 @@ class Two(One):
         return [torch.optim.SGD(self.parameters(), lr=1.0) for _ in range(2)], []
 
 
+class Scalar(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
 class Nothing(One):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -238,6 +244,9 @@ def refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="one optimizer"):
         quiet_trainer(strategy=ZeROStrategy(2), max_steps=1).fit(module, data)
+    for stage in (1, 2, 3):
+        with pytest.raises(ModelError, match="without dimensions"):
+            quiet_trainer(strategy=ZeROStrategy(stage), max_steps=1).fit(Scalar(), data)
     with pytest.raises(ConfigurationError, match="returned None"):
         quiet_trainer(strategy=ZeROStrategy(2), max_steps=1).fit(Nothing(), data)
 
