@@ -26,6 +26,7 @@ from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.models._adapters import Part, Region, adapter_parts
 from lightning_swift.models._folder import FolderTensor, WeightReader, read_config, tensors_of
 from lightning_swift.models._naming import listed, match_names
+from lightning_swift.parallel.memory import trim_freed_memory
 
 __all__ = ["LoadReport", "Precision", "is_lazy", "lazy_folder", "lazy_pretrained", "load_lazy_weights"]
 
@@ -258,6 +259,8 @@ class _Loader:
         if is_quantised(empty):
             whole = part(((0,) * empty.dim(), tuple(empty.shape)))
             self._keep(empty, quantised_weight(empty, whole))
+            del whole
+            trim_freed_memory()
             return
         if isinstance(empty, DTensor):
             # What torch's own checkpoints save of this parameter on this rank; also right for strided shards.

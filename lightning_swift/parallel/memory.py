@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-__all__ = ["ReturnMemory", "return_freed_memory", "returning_freed_memory"]
+__all__ = ["ReturnMemory", "return_freed_memory", "returning_freed_memory", "trim_freed_memory"]
 
 ReturnMemory = bool | Literal["auto"]
 
@@ -47,3 +47,14 @@ def returning_freed_memory() -> Iterator[None]:
         if changed:
             for parameter, value in _USUAL.items():
                 ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def trim_freed_memory() -> None:
+    """Make glibc return all free pages of its heaps now, also those between blocks in use. Costs about a millisecond.
+
+    What is under the mmap threshold, as the pieces of a matrix that is being quantised, lies in these heaps and keeps
+    what was freed around it (1.4 x the BF16 size of a model of 92 M parameters, quantised while it was read).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)
