@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -23,7 +22,7 @@ from lightning_swift.models.lazy import is_lazy, load_lazy_weights
 from lightning_swift.parallel.agreement import copy_from_first_rank, copy_state_buffers
 from lightning_swift.parallel.apply import choose_blocks, compile_blocks
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
-from lightning_swift.parallel.dtypes import cast_parameters, check_masters
+from lightning_swift.parallel.dtypes import PrecisionName, cast_parameters, check_masters
 from lightning_swift.parallel.gradients import gradient_norm
 from lightning_swift.parallel.memory import return_freed_memory
 from lightning_swift.parallel.mesh import MeshSizes, build_mesh, data_parallel_rank
@@ -32,7 +31,7 @@ from lightning_swift.strategies._adapters import add_adapters
 from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 from lightning_swift.strategies._mesh_setup import evaluate_under_no_grad, move_the_rest, refuse_empty
 from lightning_swift.strategies._options import MeshOptions
-from lightning_swift.strategies._precision import MeshPrecision, agree
+from lightning_swift.strategies._precision import MeshPrecision, OwnPrecision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,7 +42,7 @@ __all__ = ["MeshStrategy"]
 _APPLIED = "_lightning_swift_applied"
 
 
-class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
+class MeshStrategy(ShardedCheckpointing, OwnPrecision, ModelParallelStrategy):
     """Applies parallelism to an unchanged LightningModule.
 
     Args:
@@ -51,8 +50,6 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
 
     Attributes:
         activation_checkpointing: Set by the callback of that name before the model is set up.
-        chosen_by_name: True if the strategy was built from its registered name, so that the Trainer's precision
-            decides between the BF16 ones.
         loads_lazy_weights: Tells modules that they may build lazily: weights are read after sharding.
     """
 
@@ -61,26 +58,15 @@ class MeshStrategy(ShardedCheckpointing, ModelParallelStrategy):
     def __init__(self, options: MeshOptions) -> None:
         self.options = options
         self.activation_checkpointing: CheckpointingSettings | None = None
-        self.chosen_by_name = False
         self._precision = MeshPrecision(options.precision)
         super().__init__(
             process_group_backend=options.process_group_backend, timeout=timedelta(seconds=options.timeout)
         )
 
-    @property
     @override
-    def precision_plugin(self) -> Precision:
-        return self._precision
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning lets a plugin stored here win over Trainer(precision=...) silently, so none is.
-        self._precision_plugin = None
-        if precision_plugin is not None:
-            name = type(self).__name__
-            chosen = agree(name, self.options.precision, precision_plugin, by_name=self.chosen_by_name)
-            self.options = replace(self.options, precision=chosen)
-            self._precision = MeshPrecision(chosen)
+    def _use_precision(self, precision: PrecisionName) -> None:
+        self.options = replace(self.options, precision=precision)
+        self._precision = MeshPrecision(precision)
 
     @property
     def _returns_memory(self) -> bool:

@@ -1,10 +1,12 @@
-"""The precision plugin of the mesh engine, and the check of what the Trainer was asked for against it."""
+"""Precision as a matter of the strategy: the mesh engine's plugin, and the check of what the Trainer was asked for."""
 
 from __future__ import annotations
 
-from typing import get_args
+from abc import abstractmethod
+from typing import Any, get_args
 
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -12,7 +14,7 @@ from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.dtypes import PrecisionName
 from lightning_swift.parallel.gradients import OtherStages, clip_by_norm, clip_by_value
 
-__all__ = ["MeshPrecision", "agree"]
+__all__ = ["MeshPrecision", "OwnPrecision", "agree"]
 
 # What Lightning makes of Trainer(precision=...); anything else was made by the user.
 _FROM_TRAINER = (Precision, HalfPrecision, MixedPrecision, DeepSpeedPrecision)
@@ -38,6 +40,36 @@ class MeshPrecision(Precision):
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value(self.main_params(optimizer), clip_val)
+
+
+class OwnPrecision(ParallelStrategy):
+    """Mixin for a strategy that brings its own precision plugin. It goes before the strategy's own base class.
+
+    Attributes:
+        chosen_by_name: True if the strategy was built from its registered name, so that the Trainer's precision
+            decides between the BF16 ones.
+    """
+
+    chosen_by_name = False
+    _precision: Any
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        plugin: Precision = self._precision
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning lets a plugin stored here win over Trainer(precision=...) silently, so none is.
+        self._precision_plugin = None
+        if precision_plugin is not None:
+            own: PrecisionName = self._precision.precision
+            self._use_precision(agree(type(self).__name__, own, precision_plugin, by_name=self.chosen_by_name))
+
+    @abstractmethod
+    def _use_precision(self, precision: PrecisionName) -> None:
+        """Make ``precision`` that of the options and of the plugin."""
 
 
 def agree(strategy: str, own: PrecisionName, plugin: Precision, *, by_name: bool) -> PrecisionName:

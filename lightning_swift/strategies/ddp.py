@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -33,7 +32,7 @@ from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save
 from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 from lightning_swift.strategies._compression import Compression, CompressionSettings, register_compression
 from lightning_swift.strategies._ddp_precision import DDPPrecision
-from lightning_swift.strategies._precision import agree
+from lightning_swift.strategies._precision import OwnPrecision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,7 +43,7 @@ __all__ = ["DDPBF16Strategy"]
 _APPLIED = "_lightning_swift_ddp"
 
 
-class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
+class DDPBF16Strategy(ShardedCheckpointing, OwnPrecision, DDPStrategy):
     """Trains any LightningModule with a whole copy of it on every rank, which exchange gradients.
 
     Also by name: ``Trainer(strategy="swift_ddp")``, which means BF16.
@@ -117,7 +116,6 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
         check_backend(compile)
         _check_positive(bucket_cap_mb=bucket_cap_mb, timeout=timeout)
         self.activation_checkpointing: CheckpointingSettings | None = None
-        self.chosen_by_name = False
         self._static_graph, self._learns_graph = static_graph, False
         self._accumulate_without_sync = accumulate_without_sync
         self._compile = compile
@@ -132,20 +130,10 @@ class DDPBF16Strategy(ShardedCheckpointing, DDPStrategy):
             static_graph=static_graph,
         )
 
-    @property
     @override
-    def precision_plugin(self) -> Precision:
-        return self._precision
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning lets a plugin stored here win over Trainer(precision=...) silently, so none is.
-        self._precision_plugin = None
-        if precision_plugin is not None:
-            name = type(self).__name__
-            chosen = agree(name, self.policy.name, precision_plugin, by_name=self.chosen_by_name)
-            self.policy = _policy(chosen, self.compression)
-            self._precision = DDPPrecision(chosen)
+    def _use_precision(self, precision: PrecisionName) -> None:
+        self.policy = _policy(precision, self.compression)
+        self._precision = DDPPrecision(precision)
 
     def gradient_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of all gradients of the module as one vector, a float32 scalar equal on all ranks; to log it.

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
@@ -26,7 +25,7 @@ from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory, returning_freed_memory
 from lightning_swift.parallel.sharding import refuse_scalars
 from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
-from lightning_swift.strategies._precision import agree
+from lightning_swift.strategies._precision import OwnPrecision
 from lightning_swift.strategies._zero_config import (
     DeepSpeedConfig,
     TrainerFacts,
@@ -53,7 +52,7 @@ from lightning_swift.strategies._zero_state import ZeroCheckpointing
 __all__ = ["ZeROStrategy"]
 
 
-class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
+class ZeROStrategy(ZeroCheckpointing, OwnPrecision, DeepSpeedStrategy):
     """Cuts optimizer state (stage 1), gradients (2) and parameters (3) over all ranks, with offload to host or disk.
 
     Also by name: ``swift_zero1``, ``swift_zero2``, ``swift_zero3`` and ``swift_zero3_offload``, which mean BF16.
@@ -154,26 +153,16 @@ class ZeROStrategy(ZeroCheckpointing, DeepSpeedStrategy):
         )
         self._base = base_config(self.options)
         self.activation_checkpointing: CheckpointingSettings | None = None
-        self.chosen_by_name = False
         self._precision = ZeROPrecision(precision)
         self._gradient_factor = 1.0
         super().__init__(
             config=self._base, process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout)
         )
 
-    @property
     @override
-    def precision_plugin(self) -> Precision:
-        return self._precision
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None  # one stored here would win over Trainer(precision=...) silently
-        if precision_plugin is not None:
-            name = type(self).__name__
-            chosen = agree(name, self.options.precision, precision_plugin, by_name=self.chosen_by_name)
-            self.options = replace(self.options, precision=chosen)
-            self._precision = ZeROPrecision(chosen)
+    def _use_precision(self, precision: PrecisionName) -> None:
+        self.options = replace(self.options, precision=precision)
+        self._precision = ZeROPrecision(precision)
 
     @property
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,3 +108,13 @@ def test_what_the_compiler_says_is_passed_on(builder: Builder) -> None:
     with pytest.raises(ConfigurationError, match="CUDA toolkit") as caught:
         zero_ops.prepare_ops([op])
     assert "set CUDA_HOME" in str(caught.value)
+
+
+def test_the_ninja_of_this_environment_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ninja
+
+    # An environment that is not activated, on a machine with a ninja of its own.
+    monkeypatch.setenv("PATH", os.defpath)
+    with zero_ops._own_ninja():
+        assert Path(str(shutil.which("ninja"))).parent == Path(ninja.BIN_DIR)
+    assert os.environ["PATH"] == os.defpath
