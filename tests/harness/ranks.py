@@ -1,7 +1,7 @@
 """``@ranks(n)``: run the body of a test in n gloo processes and report what each of them raised.
 
-The processes are forked from a server that has torch and Lightning loaded already, so a test costs a tenth of a
-second instead of several. They meet through a file, not a port, so tests cannot collide. Each rank has one thread.
+The processes are forked from a server that has loaded already what they need (``preload.py``), so a test costs a tenth
+of a second instead of several. They meet through a file, not a port, so tests cannot collide. Each rank has one thread.
 The environment is that of ``torchrun``, so a Trainer in the body starts no processes of its own.
 """
 
@@ -26,15 +26,7 @@ from typing import Any
 DEADLINE = float(os.environ.get("LIGHTNING_SWIFT_TEST_DEADLINE", "120"))
 COLLECTIVE_TIMEOUT = timedelta(seconds=float(os.environ.get("LIGHTNING_SWIFT_TEST_DEADLINE", "120")))
 
-_PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "lightning.pytorch",
-    # All of transformers that a tiny model needs, a second of every rank's time.
-    "transformers.models.llama.modeling_llama",
-    "tests.harness.ranks",
-]
+_PRELOAD = ["tests.harness.preload"]
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
