@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ class ScheduleBuilder:
         self._device, self._dtype = device, activation_dtype
         self._shape: tuple[int, int] | None = None
         self._schedule: Any = None
+        self._blank: Any = None
         self.builds = 0
         self.build_seconds = 0.0
 
@@ -72,9 +75,15 @@ class ScheduleBuilder:
         stages = [
             self._stage(stage, number, n_stages, rows, length) for number, stage in zip(ids, self._stages, strict=True)
         ]
-        kind = get_schedule_class(self._settings.name)
-        owned = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(owned, self._settings.microbatches, loss_fn=_summed, scale_grads=False)
+        kind: Any = get_schedule_class(self._settings.name)
+        made = partial(kind, n_microbatches=self._settings.microbatches, loss_fn=_summed, scale_grads=False)
+        if issubclass(kind, PipelineScheduleSingle):
+            return made(stages[0])
+        if self._blank is None:
+            self._blank = made(stages)
+            # It is never run; the stages would keep their buffers.
+            self._blank._stages = []
+        return _filled(self._blank, stages)
 
     def _stage(self, stage: Stage, number: int, n_stages: int, rows: int, length: int) -> PipelineStage:
         tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
@@ -94,6 +103,19 @@ class ScheduleBuilder:
             output_args=loss if stage.last else hidden,
             group=self._group,
         )
+
+
+def _filled(blank: Any, stages: list[PipelineStage]) -> Any:
+    """A schedule like ``blank``, which has not run yet, for ``stages``.
+
+    Who does what when hangs on the number of microbatches alone, and takes torch 20 ms to work out for 64 of them.
+    """
+    schedule = copy.copy(blank)
+    own = {name: copy.copy(value) for name, value in vars(blank).items() if isinstance(value, dict | list | set)}
+    vars(schedule).update(own, _stages=stages)
+    for stage in stages:
+        stage.stage_index_to_group_rank = blank.stage_index_to_group_rank
+    return schedule
 
 
 def _summed(output: Tensor, _: Any) -> Tensor:

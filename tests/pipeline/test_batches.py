@@ -32,6 +32,12 @@ def test_rows_and_lengths_that_change_and_do_not_divide() -> None:
     for rows, length in ((8, 16), (8, 9), (8, 31), (5, 12), (9, 16), (8, 16)):
         check_step(model, reference, batch_of(rows, length), what=f"{rows} x {length}")
     assert sorted(len(s.layers) for s in model.stages) in ([3], [4])
+    # With several stages on a rank what was worked out for one shape serves the next.
+    for name in ("Interleaved1F1B", "ZBVZeroBubble"):
+        model = pipelined(model_of(layers=7), name, 2)
+        for rows, length in ((4, 9), (3, 6), (4, 9)):
+            check_step(model, reference, batch_of(rows, length), what=f"{name} {rows} x {length}")
+        assert model.schedule_builds[0] == 3
 
 
 @ranks(2)
@@ -116,17 +122,17 @@ def test_missing_labels_are_refused_on_all_ranks_before_any_communication() -> N
 
 @ranks(2)
 def test_a_schedule_is_built_once_per_shape_and_quickly() -> None:
-    for name, microbatches in (("1F1B", 16), ("Interleaved1F1B", 16), ("ZBVZeroBubble", 16)):
-        model = pipelined(model_of(), name, microbatches)
+    for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
+        builder = pipelined(model_of(), name, 64)._built()
         seconds = []
         for length in (8, 9, 10, 11, 12):
-            before = model.schedule_builds[1]
-            model(**batch_of(16, length)).loss.backward()
-            model(**batch_of(16, length)).loss.backward()
-            seconds.append(model.schedule_builds[1] - before)
-        assert model.schedule_builds[0] == 5
-        # The best of five, as other processes take the processor too.
-        assert min(seconds) < 0.010, f"{name}: {min(seconds):.4f} s"
+            before = builder.build_seconds
+            assert builder.get(1, length) is builder.get(1, length)
+            seconds.append(builder.build_seconds - before)
+        assert builder.builds == 5
+        # The best of five, as other processes take the processor too. Torch works out the order of 64 interleaved
+        # microbatches in 20 ms, and only the first shape pays for that.
+        assert min(seconds) < 0.005, f"{name}: {min(seconds):.4f} s"
 
 
 def _prepare(arguments: dict[str, Any], **kwargs: Any) -> Any:

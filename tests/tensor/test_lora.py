@@ -74,6 +74,13 @@ def check_dropout(settings: TensorParallelSettings) -> None:
     masks = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(masks, mine)
     assert not torch.equal(masks[0], masks[1])
+    # Between the blocks of a layer a rank has the whole sequence, or a part of its own.
+    model = tiny_model("gpt_neox", layers=1).train()
+    model.gpt_neox.layers[0].post_mlp_dropout.p = 0.5
+    cut(model, mesh, settings)
+    torch.manual_seed(5)
+    dist.all_gather(masks, model.gpt_neox.layers[0].post_mlp_dropout(torch.ones(4, 64)))
+    assert torch.equal(masks[0], masks[1]) != settings.sequence_parallel
     spread = DTensor.from_local(torch.ones(4, 64), mesh, [Replicate()])
     same = RankedDropout(0.5, rank=None)(spread)
     assert isinstance(same, DTensor)
