@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_swift.adapters.tensor_parallel import cut_lora, is_lora
+from lightning_swift.adapters.tensor_parallel import RankedDropout, cut_lora, is_lora
 from lightning_swift.errors import ModelError
 from lightning_swift.parallel.experts import cut_experts, cut_parameter, local_parameters
 from lightning_swift.parallel.plans import Cut, Planned, Style, base_layer
@@ -51,6 +51,8 @@ def cut_layer(layer: nn.Module, entries: Iterable[Planned], layout: Layout) -> N
         for inner, part in block.named_modules():
             if _is_bystander(f"{name}.{inner}", part, planned):
                 part.forward = _WholeForward(part)
+    if layout.sequence:
+        _drop_apart(layer, tuple(f"{name}." for name in blocks_of(entries)), layout.mesh.get_local_rank())
 
 
 def blocks_of(entries: Iterable[Planned]) -> list[str]:
@@ -112,6 +114,14 @@ def _linear_style(style: Style, layout: Layout) -> ParallelStyle:
 def _parallelize(module: nn.Module, style: ParallelStyle, layout: Layout) -> None:
     # Each rank cuts its own copy: the copies are equal, or empty.
     parallelize_module(module, layout.mesh, style, src_data_rank=None)
+
+
+def _drop_apart(layer: nn.Module, blocks: tuple[str, ...], rank: int) -> None:
+    """Between the blocks each rank has other positions, of which equal masks would drop the same elements."""
+    for name, part in list(layer.named_modules()):
+        if isinstance(part, nn.Dropout) and not name.startswith(blocks):
+            owner, _, own = name.rpartition(".")
+            setattr(layer.get_submodule(owner), own, RankedDropout(part.p, rank=rank).train(part.training))
 
 
 def _is_bystander(name: str, module: nn.Module, planned: set[str]) -> bool:
