@@ -12,9 +12,11 @@ from torch import nn
 
 from lightning_swift.errors import ConfigurationError
 
-__all__ = ["OptimizerSettings", "Schedule", "build_optimizer", "build_scheduler"]
+__all__ = ["OptimizerName", "OptimizerSettings", "Schedule", "build_optimizer", "build_scheduler"]
 
 Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+# As the planner names them.
+OptimizerName = Literal["adamw", "adamw_fused", "adamw_8bit", "sgd"]
 # Schedules that have an end and so need to know how many steps there will be.
 _FINITE = {"linear", "cosine"}
 _NAMES = {"constant": "constant_with_warmup"}
@@ -30,6 +32,7 @@ class OptimizerSettings:
     eps: float
     warmup: int | float
     schedule: Schedule
+    name: OptimizerName = "adamw"
 
     def __post_init__(self) -> None:
         self._check("lr", self.lr, self.lr > 0, "above 0")
@@ -38,6 +41,8 @@ class OptimizerSettings:
         self._check("eps", self.eps, self.eps > 0, "above 0")
         share = 0.0 <= self.warmup < 1.0 if isinstance(self.warmup, float) else self.warmup >= 0
         self._check("warmup", self.warmup, share, "a number of steps (int) or a share of all steps (float below 1)")
+        names = get_args(OptimizerName)
+        self._check("optimizer", self.name, self.name in names, f"one of {', '.join(names)}")
         known = get_args(Schedule)
         self._check("scheduler", self.schedule, self.schedule in known, f"one of {', '.join(known)}")
 
@@ -48,8 +53,8 @@ class OptimizerSettings:
             )
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over what is trainable, without weight decay on vectors (norm weights, biases).
+def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The optimizer over what is trainable, without weight decay on vectors (norm weights, biases).
 
     Raises:
         ConfigurationError: Nothing is trainable.
@@ -64,7 +69,15 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
         raise ConfigurationError(
             "no parameter is trainable.", where="CausalLM", fix="Freeze less, or do not train this model."
         )
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr)
+    adam: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if settings.name == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        eight_bit: torch.optim.Optimizer = AdamW8bit(groups, **adam)
+        return eight_bit
+    return torch.optim.AdamW(groups, **adam, fused=True if settings.name == "adamw_fused" else None)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, steps: Callable[[], float]) -> Any:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_swift.errors import ConfigurationError, ModelError
-from lightning_swift.models._folder import IMPLEMENTATIONS, has_weights, read_config, unknown_option
+from lightning_swift.models._folder import IMPLEMENTATIONS, has_weights, read_config, read_json, unknown_option
 from lightning_swift.models.lazy import Precision, lazy_pretrained
 
 __all__ = ["ModelSource", "check_vocabulary", "load_tokenizer"]
@@ -61,6 +61,9 @@ class ModelSource:
             config = _config_of(given, overrides)
             return cls(config.to_dict(), config, None, False, dtype, overrides, seed)
         path = Path(given)
+        if path.suffix == ".json" and path.name != "config.json" and path.is_file():
+            config = _config_of(read_json(path), overrides)
+            return cls(str(given), config, path.parent, False, dtype, overrides, seed)
         folder = path.parent if path.name == "config.json" else path
         config = read_config(folder, overrides)
         pretrained = folder is path and has_weights(folder)

@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -18,7 +18,15 @@ from transformers import PretrainedConfig
 from typing_extensions import override
 
 from lightning_swift.errors import ConfigurationError, DataError
-from lightning_swift.models._optimizer import OptimizerSettings, Schedule, build_optimizer, build_scheduler
+from lightning_swift.models._chunked_loss import compute_loss_in_chunks
+from lightning_swift.models._limits import check_limits
+from lightning_swift.models._optimizer import (
+    OptimizerName,
+    OptimizerSettings,
+    Schedule,
+    build_optimizer,
+    build_scheduler,
+)
 from lightning_swift.models._sources import ModelSource, check_vocabulary, load_tokenizer
 from lightning_swift.models._token_loss import TokenMean, count_targets, scale_gradients, with_a_target
 from lightning_swift.models.lazy import Precision, load_lazy_weights
@@ -26,6 +34,7 @@ from lightning_swift.models.lazy import Precision, load_lazy_weights
 __all__ = ["CausalLM"]
 
 LossReduction = Literal["token", "mean"]
+Loss = Literal["huggingface", "chunked"]
 
 
 class CausalLM(L.LightningModule):
@@ -46,15 +55,22 @@ class CausalLM(L.LightningModule):
 
     Args:
         path_or_config: Folder of a pretrained model (``config.json``, safetensors weights, tokenizer files); or, for
-            random weights, the path of a ``config.json``, a folder without weights, or a configuration, also as dict
-            with ``model_type``.
-        lr: Peak learning rate of AdamW.
+            random weights, the path of a configuration (``.json``), a folder without weights, or a configuration, also
+            as dict with ``model_type``.
+        lr: Peak learning rate.
         weight_decay: On matrices only; norm weights and biases have none.
         betas: Of AdamW.
         eps: Of AdamW.
+        optimizer: ``"adamw"``: torch's, in the form that torch and the strategy choose. ``"adamw_fused"``: one kernel,
+            no temporaries. ``"adamw_8bit"``: that of bitsandbytes, whose moments take 2 bytes a parameter instead of 8;
+            for strategies that keep parameters whole (DDP, one device). ``"sgd"``: without momentum.
         warmup: Linear warm-up: a number of steps (int), or a share of all steps (float below 1).
         scheduler: What follows it: ``"constant"``, ``"linear"`` or ``"cosine"`` down to 0 at the last step, or
             ``"inverse_sqrt"``.
+        loss: ``"huggingface"``: all logits of a microbatch at once, as the model does it. ``"chunked"``: those of
+            ``loss_chunk`` tokens at a time, computed again in the backward pass; the same loss for less memory, which
+            matters with long sequences and large vocabularies. Not under tensor or pipeline parallelism.
+        loss_chunk: Tokens of a chunk.
         loss_reduction: ``"token"`` as above, or ``"mean"``: the mean over microbatches of their token means.
         dtype: Type of the parameters; the strategy chooses that of the computation.
         config_overrides: Options of the configuration to change, such as ``attn_implementation``.
@@ -65,7 +81,8 @@ class CausalLM(L.LightningModule):
 
     Raises:
         ModelError: The folder cannot be used, or the tokenizer has more tokens than the model has embeddings.
-        ConfigurationError: A value that is not allowed, or a pattern of ``freeze`` that matches nothing.
+        ConfigurationError: A value that is not allowed, a pattern of ``freeze`` that matches nothing, or an option
+            that the strategy cannot have.
     """
 
     def __init__(
@@ -77,7 +94,10 @@ class CausalLM(L.LightningModule):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         warmup: int | float = 0,
+        optimizer: OptimizerName = "adamw",
         scheduler: Schedule = "constant",
+        loss: Loss = "huggingface",
+        loss_chunk: int = 1024,
         loss_reduction: LossReduction = "token",
         dtype: Precision = "float32",
         config_overrides: dict[str, Any] | None = None,
@@ -87,12 +107,13 @@ class CausalLM(L.LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if loss_reduction not in ("token", "mean"):
-            raise ConfigurationError(
-                f"loss_reduction={loss_reduction!r} is not allowed.", where="CausalLM", fix="Use 'token' or 'mean'."
-            )
+        _check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
+        _check_choice("loss", loss, get_args(Loss))
+        if isinstance(loss_chunk, bool) or loss_chunk < 1:
+            raise ConfigurationError(f"loss_chunk={loss_chunk!r} is not a number of tokens.", where="CausalLM")
         self._source = ModelSource.of(path_or_config, dtype=dtype, overrides=config_overrides or {}, seed=seed)
-        self._optimizer_settings = OptimizerSettings(lr, weight_decay, betas, eps, warmup, scheduler)
+        self._optimizer_settings = OptimizerSettings(lr, weight_decay, betas, eps, warmup, scheduler, optimizer)
+        self._chunk = loss_chunk if loss == "chunked" else 0
         self._freeze, self._exact, self._max_new_tokens = freeze or [], loss_reduction == "token", max_new_tokens
         self.save_hyperparameters(ignore=["path_or_config"])
         self.save_hyperparameters({"path_or_config": self._source.plain})
@@ -118,9 +139,12 @@ class CausalLM(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        self.model = self._source.build()
-        _freeze(self.model, self._freeze)
         trainer = getattr(self, "_trainer", None)
+        check_limits(trainer, chunked=bool(self._chunk), optimizer=self._optimizer_settings.name)
+        self.model = self._source.build()
+        if self._chunk:
+            compute_loss_in_chunks(self.model, self._chunk)
+        _freeze(self.model, self._freeze)
         if self._source.pretrained and not getattr(getattr(trainer, "strategy", None), "loads_lazy_weights", False):
             load_lazy_weights(self.model, device="cpu" if trainer is None else trainer.strategy.root_device)
         # Built models are in evaluation mode, and Lightning keeps the mode it finds.
@@ -240,8 +264,8 @@ class CausalLM(L.LightningModule):
                 fix="Let the data set return labels: a copy of input_ids with -100 where no loss is wanted.",
             )
         tokens = count_targets(batch["labels"])
-        if self._averaged_in_forward:
-            # Averaged before `backward` could weigh them by the tokens of each rank: the model is asked for a sum.
+        if self._averaged_in_forward or self._chunk:
+            # Averaged before `backward` could weigh them by the tokens of each rank, or chunk by chunk: a sum.
             total: Tensor = self.model(**batch, num_items_in_batch=torch.ones_like(tokens), use_cache=False).loss
             return total / tokens.clamp(min=1), tokens
         labels = with_a_target(batch["labels"], batch["input_ids"], tokens)
@@ -268,6 +292,13 @@ class CausalLM(L.LightningModule):
 
 # exp(700) is near the largest FP64 number.
 _MAX_EXPONENT = 700.0
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(
+            f"{name}={value!r} is not allowed.", where="CausalLM", fix=f"Use one of {', '.join(allowed)}."
+        )
 
 
 def _freeze(model: Any, patterns: list[str]) -> None:

@@ -66,9 +66,10 @@ def test_a_folder_gives_its_weights(folder: Path) -> None:
 def test_a_configuration_gives_random_weights_that_depend_on_the_seed_only(tmp_path: Path) -> None:
     config = tiny_config(layers=1)
     config.save_pretrained(tmp_path)
+    config.to_json_file(tmp_path / "small.json")
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    ways: list[Any] = [config, config.to_dict(), str(tmp_path / "config.json"), tmp_path / "config.json"]
+    ways: list[Any] = [config, config.to_dict(), str(tmp_path / "config.json"), tmp_path / "small.json"]
     results = [logits(built(way)) for way in ways]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(results[0], other) for other in results)
@@ -126,6 +127,9 @@ def test_what_is_no_model_is_refused(given: Any, error: type[Exception], message
         {"warmup": -1},
         {"scheduler": "step"},
         {"loss_reduction": "sum"},
+        {"loss": "whole"},
+        {"loss_chunk": 0},
+        {"optimizer": "adam"},
         {"dtype": "float64"},
     ],
     ids=str,
