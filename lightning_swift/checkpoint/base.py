@@ -14,6 +14,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ class BaseEntry:
         path: The file.
         position: Where its elements begin.
         stored: Dtype in the file.
+        parts: Where the folder has many tensors for this one, these in the order of their elements; the path, position
+            and stored dtype are then those of the first.
     """
 
     name: str
@@ -51,9 +55,12 @@ class BaseEntry:
     path: Path
     position: int
     stored: str
+    parts: tuple[BaseEntry, ...] = ()
 
     def stream(self) -> Iterator[Block]:
         """The elements in row-major order, in ``dtype``; each block is valid until the next one."""
+        if self.parts:
+            return chain.from_iterable(part.stream() for part in self.parts)
         if self.stored == self.dtype:
             return self._raw()
         from lightning_swift.checkpoint.casting import Caster
@@ -138,10 +145,18 @@ def base_entries(base: BaseRecord, folder: Path) -> dict[str, BaseEntry]:
 
 
 def _entry(tensor: BaseTensor, found: dict[str, tuple[Path, int, str, tuple[int, ...]]], folder: Path) -> BaseEntry:
-    if tensor.name not in found or found[tensor.name][3] != tensor.shape:
+    names = tensor.parts or (tensor.name,)
+    held = [found[name] for name in names if name in found]
+    shapes = [shape for *_, shape in held]
+    fits = sum(map(prod, shapes)) == prod(tensor.shape) if tensor.parts else shapes == [tensor.shape]
+    if len(held) != len(names) or not fits:
         raise CheckpointCorruptError(f"the folder has no {tensor.name} of {list(tensor.shape)}.", where=str(folder))
-    path, position, stored, shape = found[tensor.name]
-    return BaseEntry(tensor.name, tensor.dtype, shape, path, position, stored)
+    path, position, stored, _ = held[0]
+    parts = tuple(
+        BaseEntry(name, tensor.dtype, shape, path, position, stored)
+        for name, (path, position, stored, shape) in zip(tensor.parts, held, strict=False)
+    )
+    return BaseEntry(tensor.name, tensor.dtype, tensor.shape, path, position, stored, parts)
 
 
 def _header(path: Path) -> dict[str, tuple[Path, int, str, tuple[int, ...]]]:

@@ -62,6 +62,7 @@ class FrozenParts:
         from safetensors import safe_open
 
         assert self._manifest.base is not None
+        found: dict[str, dict[int, Tensor]] = {}
         for file in self._manifest.base.files:
             if not file.endswith(".safetensors"):
                 continue
@@ -69,9 +70,16 @@ class FrozenParts:
                 held = set(handle.keys())
                 for name, target in self._from_folder.items():
                     record = self._manifest.base.tensors[name]
-                    if record.name in held:
-                        values = handle.get_tensor(record.name).to(getattr(torch, record.dtype))
-                        target.copy_(self._rounded(values) if name in self._layers else values)
+                    names = record.parts or (record.name,)
+                    pieces = {index: handle.get_tensor(part) for index, part in enumerate(names) if part in held}
+                    found[name] = found.get(name, {}) | pieces
+                    if pieces and len(found[name]) == len(names):
+                        self._put(name, target, found.pop(name), getattr(torch, record.dtype))
+
+    def _put(self, name: str, target: Tensor, pieces: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+        whole = pieces[0] if len(pieces) == 1 else torch.cat([pieces[index].flatten() for index in sorted(pieces)])
+        values = whole.to(dtype).view(target.shape)
+        target.copy_(self._rounded(values) if name in self._layers else values)
 
     def _rounded(self, matrix: Tensor) -> Tensor:
         """What a matrix becomes by being quantised and de-quantised."""

@@ -79,11 +79,20 @@ class BaseFile:
 
 @dataclass(frozen=True)
 class BaseTensor:
-    """A tensor that is left to the pretrained folder: its name and shape there, and the model's dtype of it."""
+    """A tensor that is left to the pretrained folder.
+
+    Args:
+        name: Its name there.
+        shape: Its shape.
+        dtype: The model's dtype of it.
+        parts: Where the model has one tensor for many of the folder (fused experts), the names of these in the order
+            in which their elements follow one another.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,7 +191,8 @@ def _base_record(raw: Any) -> BaseRecord | None:
         return None
     files = {name: BaseFile(**record) for name, record in raw["files"].items()}
     tensors = {
-        name: BaseTensor(name=record["name"], shape=tuple(record["shape"]), dtype=record["dtype"])
+        # Checkpoints of the first releases know no parts.
+        name: BaseTensor(record["name"], tuple(record["shape"]), record["dtype"], tuple(record.get("parts", ())))
         for name, record in raw["tensors"].items()
     }
     for name in files:
@@ -225,9 +235,10 @@ def _check_types(manifest: Manifest) -> None:
     numbers += [] if manifest.samples_seen is None else [manifest.samples_seen]
     if manifest.base is not None:
         texts += [manifest.base.folder, *(file.digest for file in manifest.base.files.values())]
-        texts += [text for tensor in manifest.base.tensors.values() for text in (tensor.name, tensor.dtype)]
+        tensors = manifest.base.tensors.values()
+        texts += [text for tensor in tensors for text in (tensor.name, tensor.dtype, *tensor.parts)]
         numbers += [file.size for file in manifest.base.files.values()]
-        numbers += [length for tensor in manifest.base.tensors.values() for length in tensor.shape]
+        numbers += [length for tensor in tensors for length in tensor.shape]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a text is not a text")
     # bool is an int to Python, not to a reader of the manifest.

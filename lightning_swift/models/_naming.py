@@ -63,9 +63,8 @@ def folder_names(model: Any, names: Iterable[str], tensors: Mapping[str, FolderT
         names: Its names, as :func:`unwrapped` gives them.
         tensors: By their names in the folder.
     """
-    # What the model has fused is left out: it has no single tensor in the folder.
-    rename = _renaming(model, dict.fromkeys(names), [])
-    return {rename(name)[0]: tensor for name, tensor in tensors.items()}
+    converters = fusing_converters(_mapping(model))
+    return fuse(tensors, _renaming(model, dict.fromkeys(names), converters), converters)
 
 
 def _mapping(model: Any) -> list[Any]:

@@ -129,7 +129,8 @@ class FrozenWeights:
         for name in names & values.keys() & self._source.tensors.keys():
             tensor = self._source.tensors[name]
             dtype = quantised_dtype(layers[name], self._module) if name in layers else values[name].dtype
-            found[name] = BaseTensor(tensor.name, tensor.shape, str(dtype).removeprefix("torch."))
+            parts = tuple(part.name for row in tensor.parts for part in row)
+            found[name] = BaseTensor(tensor.name, tensor.shape, str(dtype).removeprefix("torch."), parts)
         return found
 
 
@@ -154,7 +155,7 @@ def fill_from_base(
     with WeightReader(folder) as reader:
         held = tensors_of(folder)
         for name in sorted(base.tensors.keys() & values.keys()):
-            value, tensor = values[name], held[base.tensors[name].name]
+            value, tensor = values[name], _held(base.tensors[name], held)
             if name not in layers:
                 _fill(value, reader, tensor)
             elif not is_same_quantised(layers[name], value, module, partial(_whole, reader, tensor)):
@@ -163,6 +164,17 @@ def fill_from_base(
                     where=str(folder),
                     fix="Build the model from this folder, quantised as it was.",
                 )
+
+
+def _held(record: BaseTensor, held: Mapping[str, FolderTensor]) -> FolderTensor:
+    """What the folder has for ``record``, put together where that is more than one tensor."""
+    first = held[record.name]
+    if not record.parts:
+        return first
+    below = len(record.parts) // record.shape[0]
+    rows = [record.parts[start : start + below] for start in range(0, len(record.parts), below)]
+    parts = tuple(tuple(held[name] for name in row) for row in rows)
+    return FolderTensor(first.name, first.file, record.shape, parts)
 
 
 def _source_of(module: nn.Module, model: HuggingFaceModel, rename: Callable[[str], str]) -> _Source | None:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_swift.checkpoint.layout import Manifest
@@ -53,6 +53,7 @@ from lightning_swift.strategies._tensor_pipeline_model import (
     stages_of,
     without_idle,
 )
+from lightning_swift.strategies._tensor_pipeline_optimizers import prepare_optimizers
 from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions
 from lightning_swift.strategies._tensor_pipeline_report import startup_table
 
@@ -107,12 +108,7 @@ class TensorPipelineEngine(MeshStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.mesh_sizes.pp > 1 and any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ConfigurationError(
-                "LBFGS chooses its steps by all gradients at once, and each rank would choose by those of its stages.",
-                where="configure_optimizers",
-                fix="Use an optimizer that treats each parameter by itself, or pipeline_parallel_size=1.",
-            )
+        prepare_optimizers(self.optimizers)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -273,7 +269,9 @@ class TensorPipelineEngine(MeshStrategy):
             yield
 
     def _refuse_recomputed_kernels(self, module: nn.Module) -> None:
-        checkpointed = self.activation_checkpointing is not None or any(
+        settings = self.activation_checkpointing
+        # "selective" tells torch operator by operator what to keep, which it can compile.
+        checkpointed = (settings is not None and settings.mode != "selective") or any(
             getattr(part, "gradient_checkpointing", False) for part in module.modules()
         )
         if self.options.compile and checkpointed and self.mesh_sizes.tp > 1:
@@ -281,7 +279,7 @@ class TensorPipelineEngine(MeshStrategy):
                 f"compile={self.options.compile!r}, activation checkpointing and tensor_parallel_size="
                 f"{self.mesh_sizes.tp} do not go together: torch cannot compile the recomputation of cut layers.",
                 where="compile",
-                fix="Leave one of the three out.",
+                fix='Use ActivationCheckpointing("selective"), or leave one of the three out.',
             )
 
 

@@ -8,6 +8,7 @@ from lightning_swift.parallel.memory import ReturnMemory
 from lightning_swift.parallel.mesh import AxisSize
 from lightning_swift.parallel.schedule import ScheduleName
 from lightning_swift.parallel.sharding import Reshard
+from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
 from lightning_swift.strategies._tensor_pipeline import TensorPipelineEngine
 from lightning_swift.strategies._tensor_pipeline_options import (
     LossFunction,
@@ -17,6 +18,9 @@ from lightning_swift.strategies._tensor_pipeline_options import (
 )
 
 __all__ = ["TensorPipelineStrategy"]
+
+# What lies beside the options among the local names of the constructor.
+_NO_OPTIONS = ("self", "save_frozen", "__class__")
 
 
 class TensorPipelineStrategy(TensorPipelineEngine):
@@ -32,8 +36,8 @@ class TensorPipelineStrategy(TensorPipelineEngine):
 
     The Trainer's ``gradient_clip_val``, ``self.clip_gradients`` and :meth:`gradient_norm` know the gradients of all
     stages; what a step hook of your own computes of ``self.parameters()``, such as torch's ``clip_grad_norm_``, sees
-    those of one rank. Tensor-parallel ranks draw the same dropout masks. Adafactor and Rprop cannot take sharded
-    parameters (torch 2.13).
+    those of one rank. Tensor-parallel ranks draw the same dropout masks. Optimizers that look at each element by itself
+    step as in one process; LBFGS, Adafactor and Rprop are refused.
 
     Also by name: ``Trainer(strategy="swift_tp_pp")``, which means BF16.
 
@@ -83,6 +87,7 @@ class TensorPipelineStrategy(TensorPipelineEngine):
             the others within half a minute.
         lora: As for :class:`FSDPBF16Strategy`; each stage gets the adapters of its own layers.
         quantization: Not yet together with sharding; here so that it is refused with a reason.
+        save_frozen: As for :class:`FSDPBF16Strategy`.
 
     Raises:
         ConfigurationError: A value that is not allowed, or options that contradict each other, the Trainer's
@@ -119,33 +124,9 @@ class TensorPipelineStrategy(TensorPipelineEngine):
         timeout: float = 1800.0,
         lora: LoraSettings | None = None,
         quantization: Quantization | None = None,
+        save_frozen: SaveFrozen = "auto",
     ) -> None:
-        super().__init__(
-            TensorPipelineOptions(
-                precision=precision,
-                tensor_parallel_size=tensor_parallel_size,
-                pipeline_parallel_size=pipeline_parallel_size,
-                sequence_parallel=sequence_parallel,
-                loss_parallel=loss_parallel,
-                tp_plan=tp_plan,
-                schedule=schedule,
-                microbatches=microbatches,
-                virtual_stages=virtual_stages,
-                stage_balance=stage_balance,
-                loss_fn=loss_fn,
-                gather_logits=gather_logits,
-                data_parallel_shard=data_parallel_shard,
-                data_parallel_replicate=data_parallel_replicate,
-                reduce_dtype=reduce_dtype,
-                cpu_offload=cpu_offload,
-                reshard_after_forward=reshard_after_forward,
-                return_freed_memory=return_freed_memory,
-                compile=compile,
-                check_batches=check_batches,
-                self_check=self_check,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                lora=lora,
-                quantization=quantization,
-            )
-        )
+        # All others are fields of the checked value under their own names; one that is not is a TypeError here.
+        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
+        self.save_frozen = check_save_frozen(save_frozen)
+        super().__init__(TensorPipelineOptions(**options))

@@ -14,6 +14,8 @@ from tests.harness.models import Tokens, UserModule, loader, quiet_trainer
 
 STEPS = 4
 ROWS = 8
+# Enough where what is looked at shows in each step: accumulation, clipping, a schedule that moves, a validation.
+SHORT = {"max_steps": 2}
 
 
 class FullModule(UserModule):
@@ -99,6 +101,6 @@ def train(module: L.LightningModule, strategy: Any = "auto", **kwargs: Any) -> N
     return observer.numbers
 
 
-def plain(kind: str = "llama", **config: Any) -> Numbers:
+def plain(kind: str = "llama", *, max_steps: int = STEPS, **config: Any) -> Numbers:
     """The same run in one process with Lightning alone."""
-    return train(FullModule(kind, **config), devices=1)
+    return train(FullModule(kind, **config), devices=1, max_steps=max_steps)

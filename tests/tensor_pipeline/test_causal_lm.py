@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_swift.data.chat import ChatDataModule
 from lightning_swift.models.causal_lm import CausalLM
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
 from tests.harness.models import Tokens, loader, quiet_trainer, save_tiny_model
 from tests.harness.ranks import ranks
-from tests.tensor_pipeline.test_fit import BOTH, PP2
+from tests.harness.tokenizers import tiny_tokenizer
+from tests.tensor_pipeline.test_fit import BOTH, PP2, TP2
 
-STEPS = 4
+STEPS = 2
 
 
 # How layers are cut has its own tests.
@@ -37,11 +40,20 @@ class Uneven(Tokens):
         return {"input_ids": self.x[index], "labels": labels}
 
 
-class Recorder(CausalLM):
+class Chatty(CausalLM):
+    """Keeps the losses that are logged."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.losses: list[float] = []
 
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        if "train_loss" in self.trainer.logged_metrics:
+            self.losses.append(float(self.trainer.logged_metrics["train_loss"]))
+
+
+class Recorder(Chatty):
     def share(self, dataset: Tokens) -> DataLoader[Any]:
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         count = kwargs["num_replicas"]
@@ -53,14 +65,8 @@ class Recorder(CausalLM):
     def val_dataloader(self) -> DataLoader[Any]:
         return self.share(Uneven(8, length=24, seed=3))
 
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        if "train_loss" in self.trainer.logged_metrics:
-            self.losses.append(float(self.trainer.logged_metrics["train_loss"]))
 
-
-def losses(folder: Path, **kwargs: Any) -> list[float]:
-    module = Recorder(folder, lr=5e-3, eps=1e-5, scheduler="cosine", warmup=1)
+def losses(module: Chatty, data: Any = None, **kwargs: Any) -> list[float]:
     trainer = quiet_trainer(
         max_steps=STEPS,
         accumulate_grad_batches=2,
@@ -70,21 +76,52 @@ def losses(folder: Path, **kwargs: Any) -> list[float]:
         num_sanity_val_steps=0,
         **kwargs,
     )
-    trainer.fit(module)
+    trainer.fit(module, datamodule=data)
     return [*module.losses, float(trainer.callback_metrics["val_loss"])]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_the_loss_is_exact_however_tokens_are_spread(kind: str, tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path, kind, layers=4)
-    exact_on_four_ranks(folder, losses(folder, devices=1))
+def uneven(folder: Path, **kwargs: Any) -> list[float]:
+    return losses(Recorder(folder, lr=5e-3, eps=1e-5, scheduler="cosine", warmup=1), **kwargs)
 
 
-@ranks(4, deadline=60)
+def test_the_loss_is_exact_however_tokens_are_spread(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "qwen3", layers=4)
+    exact_on_four_ranks(folder, uneven(folder, devices=1))
+
+
+@ranks(4)
 def exact_on_four_ranks(folder: Path, expected: list[float]) -> None:
     for options in ({**PP2, "microbatches": 2}, {**CUT, "sequence_parallel": True, "microbatches": 3}):
-        found = losses(folder, strategy=TensorPipelineStrategy("32-true", **options))
+        found = uneven(folder, strategy=TensorPipelineStrategy("32-true", **options))
         # Four steps of AdamW in float32, in another order of sums.
+        assert found == pytest.approx(expected, abs=5e-6), options
+
+
+def chats(folder: Path, **kwargs: Any) -> list[float]:
+    """Three chats of unequal length in a batch, padded, most of their tokens without a target."""
+    source = str(folder / "chats.jsonl")
+    data = ChatDataModule(
+        source, validation=source, batch_size=3, num_workers=0, max_length=128, cache_dir=str(folder / "cache")
+    )
+    return losses(Chatty(folder, lr=5e-3, eps=1e-5), data, **kwargs)
+
+
+def test_chats_are_learnt_as_in_one_process(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "llama", layers=4, vocab=320)
+    tiny_tokenizer().save_pretrained(folder)
+    records = [
+        {"messages": [{"role": "user", "content": "one " * n}, {"role": "assistant", "content": "Paris. " * (n % 5)}]}
+        for n in range(1, 31)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    chats_on_two_ranks(folder, chats(folder, devices=1))
+
+
+@ranks(2)
+def chats_on_two_ranks(folder: Path, expected: list[float]) -> None:
+    for options in ({**PP2, "schedule": "ZBVZeroBubble"}, {**TP2, "sequence_parallel": True, "self_check": False}):
+        found = chats(folder, strategy=TensorPipelineStrategy("32-true", **options))
+        # As above.
         assert found == pytest.approx(expected, abs=5e-6), options
 
 
@@ -120,12 +157,12 @@ def test_a_rank_loads_its_share_and_at_most_one_layer_more(tmp_path: Path) -> No
     memory_on_four_ranks(save_tiny_model(tmp_path / "small", layers=4), save_tiny_model(tmp_path / "large", **LARGE))
 
 
-@ranks(4, deadline=60)
+@ranks(4)
 def memory_on_four_ranks(small: Path, large: Path) -> None:
     # With the self-check, which takes a layer's memory.
     strategy = TensorPipelineStrategy("32-true", **BOTH)
     # What is imported and built once in a process is not the model's.
-    losses(small, strategy=strategy)
+    uneven(small, strategy=strategy)
     peak = Peak()
     module = Recorder(large)
     trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **BOTH), max_steps=1, callbacks=[peak])

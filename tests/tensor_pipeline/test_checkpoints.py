@@ -16,16 +16,17 @@ from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
 from tests.harness.models import quiet_trainer
 from tests.harness.ranks import ranks
-from tests.tensor_pipeline.runs import FullModule, Numbers, train
+from tests.tensor_pipeline.runs import SHORT, FullModule, Numbers, train
 from tests.tensor_pipeline.test_fit import BOTH, FIVE_DECIMALS, LAYERS, PP2
 
-HALF = 2
+# Of two steps.
+HALF = 1
 LAYOUTS: dict[str, dict[str, Any]] = {
     # How layers are cut has its own tests.
     "cut": {**BOTH, "sequence_parallel": True, "self_check": False},
     "interleaved": {**PP2, "schedule": "Interleaved1F1B"},
     "v": {**PP2, "schedule": "ZBVZeroBubble"},
-    "stages": {"pipeline_parallel_size": 4, "tensor_parallel_size": 1},
+    "stages": {"pipeline_parallel_size": 4, "tensor_parallel_size": 1, "microbatches": 4},
 }
 
 
@@ -40,7 +41,8 @@ def first_half(kind: str, path: Path, chosen: Any = "auto", **kwargs: Any) -> No
 
 
 def second_half(kind: str, path: Path, chosen: Any = "auto", **kwargs: Any) -> Numbers:
-    return train(FullModule(kind, layers=LAYERS), chosen, ckpt_path=str(path), num_sanity_val_steps=0, **kwargs)
+    settings = {**SHORT, "num_sanity_val_steps": 0, **kwargs}
+    return train(FullModule(kind, layers=LAYERS), chosen, ckpt_path=str(path), **settings)
 
 
 def evaluate(kind: str, path: Path, **kwargs: Any) -> float:
@@ -65,7 +67,7 @@ def test_any_layout_resumes_what_any_other_has_saved(kind: str, saved: str, resu
     assert_merged(kind, tmp_path)
 
 
-@ranks(4, deadline=90)
+@ranks(4)
 def save_and_resume(
     kind: str, saved: str, resumed: list[str], expected: Numbers, evaluated: float, folder: Path
 ) -> None:
@@ -116,7 +118,7 @@ def test_export_is_verified_against_the_pipeline_and_merge_writes_the_model(tmp_
         assert torch.equal(value, merged[name]), name
 
 
-@ranks(4, deadline=120)
+@ranks(4)
 def export_on_four_ranks(folder: Path) -> None:
     export = ExportForInference(str(folder / "exported"), dtype=None)
     callbacks = [

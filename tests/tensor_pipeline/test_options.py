@@ -124,11 +124,6 @@ class Regularised(UserModule):
         return {"loss": loss}
 
 
-class WholeVector(UserModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 PP2 = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
 TP2 = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
 BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
@@ -139,7 +134,6 @@ BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Headed("llama"), PP2, "would train beside the language model"),
     (lambda: Two("llama"), PP2, "2 Hugging Face models"),
     (NoLanguageModel, PP2, "no Hugging Face model"),
-    (WholeVector, PP2, "LBFGS chooses its steps"),
     (lambda: Regularised(logged=True), PP2, "computed from the parameters"),
     (lambda: Regularised(logged=False), PP2, "computed from the parameters"),
 ]

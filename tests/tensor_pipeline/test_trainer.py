@@ -18,45 +18,15 @@ from lightning_swift.errors import ModelError
 from lightning_swift.strategies._failures import FailureWatch
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
 from tests.harness.ranks import RanksFailed, ranks
-from tests.tensor_pipeline.runs import FullModule, Numbers, plain, train
+from tests.tensor_pipeline.runs import SHORT, FullModule, Numbers, plain, train
 from tests.tensor_pipeline.test_fit import FIVE_DECIMALS, LAYERS, PP2
 
 # How layers are cut is not what these tests are about.
-BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "self_check": False}
-
-
-class Chosen(FullModule):
-    """One optimizer of the test's choice over everything that trains."""
-
-    def __init__(self, make: Any, **config: Any) -> None:
-        super().__init__("llama", layers=LAYERS, **config)
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make([p for p in self.parameters() if p.requires_grad])
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "fused": lambda ps: torch.optim.AdamW(ps, lr=5e-3, eps=1e-5, fused=True),
-    "foreach": lambda ps: torch.optim.AdamW(ps, lr=5e-3, eps=1e-5, foreach=True),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
-}
+BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "microbatches": 2, "self_check": False}
 
 
 def close(found: Numbers, expected: Numbers) -> bool:
     return max(abs(a - b) for a, b in zip(found.flat(), expected.flat(), strict=True)) <= FIVE_DECIMALS
-
-
-def test_any_optimizer_of_torch() -> None:
-    optimizers_on_four_ranks({name: train(Chosen(make), devices=1) for name, make in OPTIMIZERS.items()})
-
-
-@ranks(4, deadline=60)
-def optimizers_on_four_ranks(expected: dict[str, Numbers]) -> None:
-    for name, make in OPTIMIZERS.items():
-        # Norms lie on the data-parallel axis alone and cut layers on two axes: lists of both meshes in one call.
-        found = train(Chosen(make), TensorPipelineStrategy("32-true", **BOTH))
-        assert close(found, expected[name]), (name, found, expected[name])
 
 
 class Frozen(FullModule):
@@ -74,23 +44,23 @@ class Frozen(FullModule):
 
 def test_clipping_by_value_and_stages_that_do_not_train(tmp_path: Path) -> None:
     clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-    expected = train(FullModule("qwen3", layers=LAYERS), devices=1, **clip)
-    frozen = train(Frozen("llama", layers=LAYERS), devices=1)
+    expected = train(FullModule("qwen3", layers=LAYERS), devices=1, **clip, **SHORT)
+    frozen = train(Frozen("llama", layers=LAYERS), devices=1, **SHORT)
     values_on_four_ranks(expected, frozen, tmp_path)
 
 
-@ranks(4, deadline=60)
+@ranks(4)
 def values_on_four_ranks(expected: Numbers, frozen: Numbers, folder: Path) -> None:
-    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", **SHORT}
     assert close(train(FullModule("qwen3", layers=LAYERS), TensorPipelineStrategy("32-true", **BOTH), **clip), expected)
     for options in (PP2, BOTH):
         strategy = TensorPipelineStrategy("32-true", stage_balance=[2, 2], **options)
         module = Frozen("llama", layers=LAYERS)
-        assert close(train(module, strategy), frozen), options
+        assert close(train(module, strategy, **SHORT), frozen), options
         path = folder / f"{options['tensor_parallel_size']}.ckpt"
         module.trainer.save_checkpoint(path)
         resumed = TensorPipelineStrategy("32-true", stage_balance=[2, 2], **options)
-        train(Frozen("llama", layers=LAYERS), resumed, ckpt_path=str(path), num_sanity_val_steps=0, max_steps=5)
+        train(Frozen("llama", layers=LAYERS), resumed, ckpt_path=str(path), num_sanity_val_steps=0, max_steps=3)
 
 
 class Logits(FullModule):
@@ -115,11 +85,11 @@ class ReadsLogits(FullModule):
 
 
 def test_callbacks_logits_and_losses_of_the_user(tmp_path: Path) -> None:
-    callbacks_on_four_ranks(plain("llama", layers=LAYERS), tmp_path)
+    callbacks_on_four_ranks(plain("llama", layers=LAYERS, **SHORT), tmp_path)
     assert "val_loss" in next(tmp_path.glob("logs/**/metrics.csv")).read_text()
 
 
-@ranks(4, deadline=60)
+@ranks(4)
 def callbacks_on_four_ranks(expected: Numbers, folder: Path) -> None:
     callbacks = [
         EarlyStopping("val_loss", patience=0, min_delta=10.0),
@@ -146,7 +116,8 @@ def callbacks_on_four_ranks(expected: Numbers, folder: Path) -> None:
     with pytest.raises(ModelError, match="logits"):
         train(ReadsLogits("llama", layers=LAYERS), TensorPipelineStrategy("32-true", **PP2))
     for loss_fn in (halved, "tests.tensor_pipeline.test_trainer.halved"):
-        half = train(FullModule("llama", layers=LAYERS), TensorPipelineStrategy("32-true", **PP2, loss_fn=loss_fn))
+        module = FullModule("llama", layers=LAYERS)
+        half = train(module, TensorPipelineStrategy("32-true", **PP2, loss_fn=loss_fn), max_steps=1)
         assert half.losses[0] == pytest.approx(expected.losses[0] / 2, abs=FIVE_DECIMALS)
         assert half.norms[0] == pytest.approx(expected.norms[0] / 2, abs=FIVE_DECIMALS)
 
@@ -172,7 +143,7 @@ def test_a_failure_of_one_rank_ends_all_and_names_the_cause(tmp_path: Path) -> N
         assert "rank 3 (pipeline rank 1): RuntimeError: the user's own mistake" in text, rank
 
 
-@ranks(4, deadline=60)
+@ranks(4)
 def fail_on_rank_three(folder: Path) -> None:
     handler = logging.FileHandler(folder / f"{dist.get_rank()}.log")
     logging.getLogger("lightning_swift.strategies._failures").addHandler(handler)

@@ -1,0 +1,42 @@
+"""Optimizers of torch over stages and cut layers: those that cannot step are refused by name, others set up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+
+from lightning_swift.errors import ConfigurationError
+
+__all__ = ["prepare_optimizers"]
+
+_REASONS: dict[type[Optimizer], str] = {
+    LBFGS: "chooses its steps by all gradients at once, and each rank would choose by those of its stages",
+    Adafactor: "takes norms of rows and columns in ways that torch 2.13 does not know for matrices cut over ranks",
+    Rprop: "picks elements by masks, which torch 2.13 does not know for parameters cut over ranks",
+    SparseAdam: "needs sparse gradients, which parameters cut over ranks do not have",
+}
+# Ways to be quick that change no number: torch knows no fused kernel of these for sharded parameters, and the foreach
+# loop of ASGD puts cut layers and norms, which lie on different meshes, into one call.
+_WITHOUT: tuple[tuple[type[Optimizer], str], ...] = ((SGD, "fused"), (Adagrad, "fused"), (ASGD, "foreach"))
+
+
+def prepare_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse what cannot work, and switch off what torch would stumble over.
+
+    Raises:
+        ConfigurationError: An optimizer of torch that does not step over sharded parameters as over whole ones.
+    """
+    for optimizer in optimizers:
+        reason = next((reason for kind, reason in _REASONS.items() if isinstance(optimizer, kind)), None)
+        if reason is not None:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} {reason}.",
+                where="configure_optimizers",
+                fix="Use one that treats each element by itself, such as AdamW, Adam, NAdam, RAdam, RMSprop, Adagrad, "
+                "Adadelta, Adamax, ASGD or SGD.",
+            )
+        for kind, switch in _WITHOUT:
+            if isinstance(optimizer, kind):
+                for group in optimizer.param_groups:
+                    group[switch] = False
