@@ -14,24 +14,36 @@ __all__ = ["nearest_that_fits", "plan_for", "refusal", "why"]
 
 # Share of the card that the upper end of the prediction may take, where another goal would need less.
 _ROOM = 0.95
+# Room is worth this share of the speed, and no more: beyond it the next goal is better.
+_WORTH = 0.7
 _GOALS: tuple[Goal, ...] = ("full", "lora", "qlora")
 
 
 def plan_for(job: Job, limits: Limits | None = None, *, any_goal: bool = False) -> Plan:
     """Search; with ``any_goal`` the most thorough training that fits with room: all weights, LoRA, QLoRA.
 
-    What only fits by writing states to a disk, or only without room for error, yields to the next goal.
+    What only fits by keeping weights or states elsewhere than on the card and in the optimizer of the host, or only
+    without room for error, yields to the next goal.
     """
     if not any_goal:
         return search(job, limits)
     plans = [search(replace(job, goal=goal), limits) for goal in _GOALS]
-    comfortable = [plan for plan in plans if plan.best is not None and _is_comfortable(job, plan.best)]
+    comfortable = [plan for plan in map(_with_room, plans) if plan is not None]
     fitting = [plan for plan in plans if plan.best is not None]
     return (comfortable or fitting or plans[-1:])[0]
 
 
+def _with_room(plan: Plan) -> Plan | None:
+    """The plan with what fits with room first; None if nothing does, or only what is far slower than the best."""
+    least = _WORTH * plan.candidates[0].score if plan.candidates else 0.0
+    roomy = [c for c in plan.candidates if _is_comfortable(plan.job, c) and c.score >= least]
+    if not roomy:
+        return None
+    return replace(plan, candidates=[*roomy, *(c for c in plan.candidates if c not in roomy)])
+
+
 def _is_comfortable(job: Job, candidate: Candidate) -> bool:
-    return candidate.memory.high <= _ROOM * job.gpu.memory and candidate.layout.offload != "nvme"
+    return candidate.memory.high <= _ROOM * job.gpu.memory and candidate.layout.offload in ("none", "optimizer")
 
 
 def why(plan: Plan) -> str:
@@ -52,16 +64,28 @@ def refusal(plan: Plan, limits: Limits | None = None) -> ConfigurationError:
     job = plan.job
     what = f"{job.shape.name} ({job.goal}) does not fit {job.world} x {job.gpu.name} at {job.length} tokens"
     if not plan.rejected:
-        return ConfigurationError(
-            f"no batch of {job.global_batch} sequences can be cut over {job.world} ranks.",
-            where="--global-batch",
-            fix="Give a multiple of the number of GPUs.",
-        )
+        return _nothing_to_try(job, limits or Limits())
     nearest = plan.rejected[0]
     return ConfigurationError(
         f"{what}: the nearest, {nearest.layout.strategy}: {nearest.reason}.",
         where="plan",
         fix=nearest_that_fits(job, limits),
+    )
+
+
+def _nothing_to_try(job: Job, limits: Limits) -> ConfigurationError:
+    if limits.tensor is not None or limits.pipeline is not None:
+        sizes = f"tensor parallelism {limits.tensor or 'of any size'}, pipeline {limits.pipeline or 'of any size'}"
+        return ConfigurationError(
+            f"no mesh with {sizes} can be made of {job.nodes} x {job.gpus} GPUs and {job.shape.layers} layers"
+            + ("." if job.global_batch is None else f" for batches of {job.global_batch} sequences."),
+            where="--tensor-parallel, --pipeline-parallel",
+            fix="Their product must divide the number of GPUs; tensor parallelism must fit one machine.",
+        )
+    return ConfigurationError(
+        f"no batch of {job.global_batch} sequences can be cut over {job.world} ranks.",
+        where="--global-batch",
+        fix="Give a multiple of the number of GPUs.",
     )
 
 

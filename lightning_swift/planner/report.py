@@ -63,6 +63,8 @@ def assumptions(job: Job, calibration: Calibration) -> list[str]:
         f"memory {calibration}",
         "0 to 12 % over what PyTorch asks for is lost to fragmentation, 0.4 to 1.2 GB go to CUDA",
     ]
+    if job.shape.positions and job.length > job.shape.positions:
+        lines.append(f"{job.length} tokens are more than the {job.shape.positions} that the configuration names")
     if not job.shape.known:
         lines.append(
             f"the layer code of {job.shape.model_type!r} is not known; it is taken to be like Llama's (--trace)"

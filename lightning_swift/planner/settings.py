@@ -18,6 +18,8 @@ StrategyName = Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "tp_pp"]
 Offload = Literal["none", "optimizer", "cpu", "nvme"]
 Precision = Literal["bf16-mixed", "bf16-true", "32-true"]
 OptimizerName = Literal["adamw", "adamw_fused", "adamw_8bit", "sgd"]
+# Ten times the largest training runs: more is a slip of the pen.
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,13 @@ class Job:
             _at_least_one(name, getattr(self, name))
         if self.global_batch is not None:
             _at_least_one("global_batch", self.global_batch)
+        if self.world > _MOST_RANKS:
+            raise ConfigurationError(f"{self.world} GPUs are more than {_MOST_RANKS}.", where="plan")
+        if self.shape.family.learned_positions and self.length > self.shape.positions:
+            raise ConfigurationError(
+                f"{self.shape.name} has {self.shape.positions} learned positions, too few for {self.length} tokens.",
+                where="plan",
+            )
         for name, allowed in (("goal", Goal), ("precision", Precision), ("optimizer", OptimizerName), ("loss", Loss)):
             _one_of(name, getattr(self, name), get_args(allowed))
         for name in ("host_memory", "network"):

@@ -192,6 +192,8 @@ def read_config(model: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str
     """The name of a model and the content of its ``config.json``; arguments and errors as :func:`read_shape`."""
     if isinstance(model, Mapping):
         return str(model.get("model_type", "model")), model
+    if not str(model):
+        raise ConfigurationError("the model has no name.", where="MODEL", fix="Give a folder, a file or a name.")
     path = Path(model).expanduser()
     source = path / "config.json" if path.is_dir() else path
     if not source.is_file():

@@ -159,37 +159,44 @@ def _memory_traffic(job: Job, layout: Layout) -> float:
 
 def _communication(job: Job, layout: Layout) -> tuple[float, float, float]:
     """Bytes that one card sends per step inside its machine and across, and the share that can be hidden."""
-    data, part = layout.data, share(job, layout, 0)
-    trained = part.base if job.trains_all else part.adapters
-    size = 4 if job.precision == "32-true" else 2
-    weights = part.base * size if job.goal != "qlora" else part.quantisable * NF4 + (part.base - part.quantisable) * 2
-    ring = (data - 1) / data
-    reduced = 4 if job.precision != "bf16-true" else 2
-    if layout.strategy == "ddp":
-        total = 2 * trained * reduced * ring
-    elif layout.strategy in ("zero1", "zero2"):
-        total = (trained * reduced + trained * size) * ring * (layout.accumulate if layout.strategy == "zero2" else 1)
-    else:
-        total = _sharded(layout, weights, trained * reduced)
-    spans = data * layout.tensor * layout.pipeline > job.gpus and job.nodes > 1
-    inside, across = (0.0, total) if spans else (total, 0.0)
-    tensor = _tensor(job, layout)
+    sharded, copied, waiting = _data_parallel(job, layout)
+    inside, across = _tensor(job, layout), 0.0
+    # Of the axes of the mesh, tensor-parallel ranks lie closest together, then those that share a copy, then copies.
+    for sent, ranks in ((sharded + waiting, layout.tensor * layout.shard), (copied, layout.tensor * layout.data)):
+        leaves = job.nodes > 1 and ranks > job.gpus
+        inside, across = (inside, across + sent) if leaves else (inside + sent, across)
     pipeline = _pipeline(job, layout)
-    inside += tensor
     across, inside = (across + pipeline, inside) if job.nodes > 1 else (across, inside + pipeline)
     whole = inside + across
     # A pipeline reduces gradients when its last micro-batch is through: nothing is left to hide that behind.
-    hidden = 0.0 if layout.pipeline > 1 or not whole else total / whole
+    hidden = 0.0 if layout.pipeline > 1 or not whole else (sharded + copied) / whole
     return inside, across, hidden
 
 
-def _sharded(layout: Layout, weights: float, gradients: float) -> float:
-    """Gathered twice and reduced once per micro-batch; a pipeline gathers once for all of them."""
+def _data_parallel(job: Job, layout: Layout) -> tuple[float, float, float]:
+    """Bytes per step among the ranks that share a copy, among copies, and those that the next step waits for."""
+    part = share(job, layout, 0)
+    trained = part.base if job.trains_all else part.adapters
+    size = 4 if job.precision == "32-true" else 2
+    weights = part.base * size if job.goal != "qlora" else part.quantisable * NF4 + (part.base - part.quantisable) * 2
+    ring = (layout.data - 1) / layout.data
+    reduced = 4 if job.precision != "bf16-true" else 2
+    if layout.strategy == "ddp":
+        return 0.0, 2 * trained * reduced * ring, 0.0
+    if layout.strategy in ("zero1", "zero2"):
+        # Stage 2 reduces after every micro-batch; both gather the new weights once, after the update.
+        turns = layout.accumulate if layout.strategy == "zero2" else 1
+        return trained * reduced * ring * turns, 0.0, trained * size * ring
+    return *_sharded(layout, weights, trained * reduced), 0.0
+
+
+def _sharded(layout: Layout, weights: float, gradients: float) -> tuple[float, float]:
+    """Gathered twice and reduced once per micro-batch; a pipeline gathers once for all of them. Then copies agree."""
     ring = (layout.shard - 1) / layout.shard
     turns = 1 if layout.strategy == "tp_pp" else layout.accumulate
     gathers = 1 if layout.strategy == "tp_pp" else 2
     copies = 2 * gradients / layout.shard * (layout.replicate - 1) / layout.replicate
-    return (gathers * weights + gradients) * ring * turns + copies * turns
+    return (gathers * weights + gradients) * ring * turns, copies * turns
 
 
 def _tensor(job: Job, layout: Layout) -> float:

@@ -20,7 +20,7 @@ from lightning_swift.planner.recommend import plan_for, refusal, why
 from lightning_swift.planner.search import Candidate, Limits
 from lightning_swift.planner.settings import Goal, Job, Precision
 from lightning_swift.planner.shape import ModelShape, read_shape
-from lightning_swift.strategies._planning import find_shape, local_device
+from lightning_swift.strategies._planning import find_shape, local_device, own_choices
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -92,7 +92,7 @@ def _build(job: Job, candidate: Candidate) -> Strategy:
 class AutoStrategy(DDPStrategy):
     """Asks the planner when the Trainer gets its model, and hands over to the strategy that it recommends.
 
-    Also by name: ``Trainer(strategy="swift_auto")``. Afterwards ``trainer.strategy`` is the chosen one.
+    Also by name: ``Trainer(strategy="swift_auto")``. Afterwards this object is the chosen strategy.
 
     Args:
         goal: As in :func:`recommend`.
@@ -120,12 +120,10 @@ class AutoStrategy(DDPStrategy):
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
-        trainer = model.trainer
-        chosen: Any = self._recommend(trainer, model)
+        chosen: Any = self._recommend(model.trainer, model)
         self._hand_over(chosen)
-        # The Trainer asks its connector for the strategy each time, and has not set this one up yet.
-        trainer._accelerator_connector.strategy = chosen
-        chosen.connect(model)
+        _become(self, chosen)
+        self.connect(model)
 
     def _recommend(self, trainer: pl.Trainer, model: pl.LightningModule) -> Strategy:
         shape = find_shape(model)
@@ -139,19 +137,34 @@ class AutoStrategy(DDPStrategy):
         length = self._max_length or _whole(data, "max_length") or 2048
         batch = self._batch_size or _whole(data, "batch_size") or 1
         job = _job(shape, local_device(), self.num_processes, self.num_nodes, length, self._wanted_precision)
+        job = replace(job, **own_choices(model))
         return _build(*_choose(job, self._goal, batch))
 
     def _hand_over(self, chosen: Any) -> None:
-        """Give the chosen strategy what the Trainer gave to this one."""
+        """Give the chosen strategy what the Trainer gave to this one, in the Trainer's order."""
         chosen.chosen_by_name = self.chosen_by_name
         chosen.accelerator = self.accelerator
         chosen.parallel_devices = self.parallel_devices
         chosen.cluster_environment = self.cluster_environment
-        chosen._num_nodes = self.num_nodes
+        chosen.num_nodes = self.num_nodes
+        chosen._layer_sync = self._layer_sync
         chosen._launcher = self._launcher
         if self._precision_plugin is not None:
             chosen.precision_plugin = self._precision_plugin
+        if self._checkpoint_io is not None:
+            chosen.checkpoint_io = self._checkpoint_io
         chosen.set_world_ranks()
+
+
+def _become(strategy: Strategy, chosen: Strategy) -> None:
+    """Turn ``strategy`` into ``chosen``, before the Trainer has set anything up on it.
+
+    The model is not known when the Trainer makes its strategy, and the Trainer has no public way to take another one
+    later. So the object keeps its identity and takes class and attributes over whole; both objects have the same
+    attributes from then on, and it does not matter which of them somebody holds.
+    """
+    strategy.__class__ = type(chosen)
+    strategy.__dict__ = chosen.__dict__
 
 
 def _whole(data: object, name: str) -> int | None:
