@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_swift.planner._together import not_together
 from lightning_swift.planner.memory import predict_memory
 from lightning_swift.planner.settings import Job, Layout
 
@@ -34,6 +35,8 @@ def levers(job: Job, layout: Layout) -> list[Lever]:
     now = predict_memory(job, layout)
     found = []
     for name, other_job, other_layout in _changes(job, layout):
+        if not_together(other_job, other_layout) is not None:
+            continue
         then = predict_memory(other_job, other_layout)
         if now.peak - then.peak > _LEAST:
             found.append(Lever(name, now.peak - then.peak, then.where))
@@ -50,15 +53,13 @@ def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Job, Layout]]:
     if layout.batch > layout.microbatches:
         yield "half the micro-batch", job, replace(layout, batch=max(layout.microbatches, layout.batch // 2))
     if job.optimizer == "adamw":
-        yield "AdamW(fused=True)", replace(job, optimizer="adamw_fused"), layout
+        yield "fused AdamW (--optimizer adamw_fused)", replace(job, optimizer="adamw_fused"), layout
     if job.optimizer in ("adamw", "adamw_fused") and job.trains_all:
         yield "8-bit AdamW (--optimizer adamw_8bit)", replace(job, optimizer="adamw_8bit"), layout
-    if job.trains_all and layout.accumulate == 1 and layout.strategy == "ddp":
-        yield "the optimizer in the backward pass", replace(job, optimizer_in_backward=True), layout
     yield from _sharding(job, layout)
     if job.goal == "full":
         yield "LoRA (--goal lora)", replace(job, goal="lora"), layout
-    if job.goal in ("full", "lora") and layout.strategy != "tp_pp":
+    if job.goal in ("full", "lora"):
         yield "QLoRA (--goal qlora)", replace(job, goal="qlora"), layout
 
 

@@ -22,6 +22,10 @@ _CLASSES = {
 }
 
 
+# Where the recipe says that the fast local disk is.
+_NVME = "/local_nvme"
+
+
 def class_name(job: Job, layout: Layout) -> str:
     """The strategy class of a layout."""
     if layout.strategy == "zero3" and job.goal == "qlora" and layout.offload == "cpu":
@@ -49,12 +53,12 @@ def strategy_arguments(job: Job, layout: Layout) -> dict[str, Any]:
 
 def _zero(job: Job, layout: Layout) -> dict[str, Any]:
     if class_name(job, layout) == "ZeRO3QLoRAStrategy":
-        return {}
+        return {"offload_optimizer": "cpu", "offload_params": "cpu"}
     offloads = {
         "none": {},
         "optimizer": {"offload_optimizer": "cpu"},
         "cpu": {"offload_optimizer": "cpu", "offload_params": "cpu"},
-        "nvme": {"offload_optimizer": "nvme", "nvme_path": "/local_nvme"},
+        "nvme": {"offload_optimizer": "nvme", "nvme_path": _NVME},
     }
     return {"stage": int(layout.strategy.removeprefix("zero")), **offloads[layout.offload]}
 
@@ -79,15 +83,10 @@ def _recipe(job: Job, layout: Layout, model: str) -> dict[str, Any]:
         callbacks.append(_object("callbacks.ActivationCheckpointing", {"mode": layout.checkpointing}))
     saves = {"dirpath": "runs/planned/checkpoints", "every_n_train_steps": 100, "save_top_k": 2}
     callbacks += [_object("callbacks.ShardedCheckpoint", saves), _object("callbacks.MemoryReport", {})]
-    settings: dict[str, Any] = {"path_or_config": model, "lr": 2e-5 if job.trains_all else 2e-4}
-    if not job.trains_all:
-        # Frozen weights keep the type they are read in.
-        settings["dtype"] = "bfloat16"
-    data = {"train": "data/train.jsonl", "max_length": job.length, "batch_size": layout.batch, "too_long": "truncate"}
     return {
         "seed_everything": 1,
-        "model": _object("CausalLM", settings),
-        "data": _object("ChatDataModule", data),
+        "model": _object("CausalLM", _model(job, model)),
+        "data": _object("ChatDataModule", _data(job, layout)),
         "trainer": {
             "accelerator": "gpu",
             "devices": job.gpus,
@@ -101,6 +100,27 @@ def _recipe(job: Job, layout: Layout, model: str) -> dict[str, Any]:
             "callbacks": callbacks,
         },
     }
+
+
+def _model(job: Job, model: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {"path_or_config": _folder(model), "lr": 2e-5 if job.trains_all else 2e-4}
+    if job.optimizer != "adamw":
+        settings["optimizer"] = job.optimizer
+    if job.loss == "chunked":
+        settings |= {"loss": "chunked", "loss_chunk": job.chunk}
+    if not job.trains_all and job.precision != "32-true":
+        # Frozen weights keep the type they are read in.
+        settings["dtype"] = "bfloat16"
+    return settings
+
+
+def _folder(model: str) -> str:
+    """What CausalLM gets: the user's own path, or the place for a model of which only a configuration is shipped."""
+    return f"models/{model.lower()}" if not Path(model).expanduser().exists() else model
+
+
+def _data(job: Job, layout: Layout) -> dict[str, Any]:
+    return {"train": "data/train.jsonl", "max_length": job.length, "batch_size": layout.batch, "too_long": "truncate"}
 
 
 def _object(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,18 +138,34 @@ def recipe_text(job: Job, candidate: Candidate, model: str) -> str:
     import yaml
 
     memory = candidate.memory
+    peak = f"{memory.low / 1e9:.1f} to {memory.high / 1e9:.1f} GB per GPU (peak at {memory.where})"
     notes = [
         f"Planned for {job.world} x {job.gpu.name}: {job.goal} training of {job.shape.name}, {job.length} tokens.",
-        f"predicted: {memory.low / 1e9:.1f} to {memory.high / 1e9:.1f} GB per GPU, peak at {memory.where}",
-        f"and {memory.host / 1e9:.0f} GB of host memory per machine.",
+        f"predicted: {peak}, {memory.host / 1e9:.0f} GB of host memory per machine",
     ]
-    if job.loss == "chunked":
-        notes.append("This needs a LightningModule that computes its loss in chunks: CausalLM computes it at once.")
-    if job.optimizer not in ("adamw",):
-        notes.append(f"This needs a LightningModule whose configure_optimizers makes {job.optimizer}.")
+    notes += _to_do(job, candidate.layout, model)
     header = "".join(f"# {note}\n" for note in notes)
     text: str = yaml.safe_dump(_recipe(job, candidate.layout, model), sort_keys=False)
     return header + text
+
+
+def _to_do(job: Job, layout: Layout, model: str) -> list[str]:
+    """What the user has to see to before the recipe can run, and what it does not do as it was predicted."""
+    notes = ['Put conversations (one JSON object with "messages" a line) at data/train.jsonl, or change the paths.']
+    if not Path(model).expanduser().exists():
+        weights = "" if job.goal == "pretrain" else "safetensors, "
+        notes.append(f"Put the model's folder (config.json, {weights}tokenizer) at {_folder(model)}.")
+    elif not Path(model).expanduser().is_dir() and job.goal != "pretrain":
+        notes.append(
+            f"Weights are random: {model} is a configuration. Give a model's folder to start from its weights."
+        )
+    if layout.offload == "nvme":
+        notes.append(f"nvme_path: change {_NVME} to a folder on a fast local disk.")
+    if job.loss == "huggingface_kept":
+        notes.append("Predicted for a module that keeps the model's output; CausalLM drops it and needs less.")
+    if job.optimizer_in_backward:
+        notes.append("Predicted for an optimizer in the backward pass; CausalLM has none and needs more.")
+    return notes
 
 
 def write_recipe(path: Path, text: str) -> None:

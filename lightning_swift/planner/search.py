@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
+from lightning_swift.planner._together import not_together
 from lightning_swift.planner.activations import Checkpointing
 from lightning_swift.planner.levers import Lever, levers
 from lightning_swift.planner.memory import Memory, predict_memory
@@ -182,13 +183,12 @@ def _impossible(job: Job, layout: Layout) -> str | None:
         return f"{shape.layers} layers cannot make {layout.pipeline} stages"
     if job.world == 1 and layout.offload == "none" and layout.strategy != "ddp":
         return "one card has nobody to share states with"
-    if layout.strategy == "tp_pp" and job.goal == "qlora":
-        return "quantised layers are not cut over tensor or pipeline ranks"
-    return None
+    return not_together(job, layout)
 
 
 def _layouts(job: Job, limits: Limits) -> Iterator[Layout]:
-    names = get_args(StrategyName) if limits.strategy is None else (limits.strategy,)
+    cut = limits.tensor is not None or limits.pipeline is not None
+    names = (limits.strategy,) if limits.strategy else ("tp_pp",) if cut else get_args(StrategyName)
     for name in names:
         for sizes in _sizes(job, name, limits):
             for offload in _offloads(job, name):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lightning_swift.errors import ConfigurationError, ModelError
+from lightning_swift.models.causal_lm import CausalLM
 from lightning_swift.planner.hardware import GPU, detect
 from lightning_swift.planner.settings import Goal, Job, Layout, Offload, Precision, StrategyName
 from lightning_swift.planner.shape import ModelShape, read_shape
@@ -16,7 +17,7 @@ from lightning_swift.planner.shape import ModelShape, read_shape
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["find_shape", "local_device", "question"]
+__all__ = ["find_shape", "local_device", "own_choices", "question"]
 
 _NAMES = {
     "DDPBF16Strategy": "ddp",
@@ -64,6 +65,14 @@ def find_shape(module: pl.LightningModule) -> ModelShape | None:
     return None
 
 
+def own_choices(module: pl.LightningModule) -> dict[str, Any]:
+    """Loss and optimizer of a ``CausalLM`` as fields of a :class:`Job`; nothing for another module."""
+    if not isinstance(module, CausalLM):
+        return {}
+    options = module.hparams
+    return {"loss": options["loss"], "chunk": options["loss_chunk"], "optimizer": options["optimizer"]}
+
+
 def question(trainer: pl.Trainer, module: pl.LightningModule, batch: int, length: int) -> tuple[Job, Layout] | None:
     """What the planner would be asked about this run; None for a strategy or model that it does not know.
 
@@ -93,6 +102,7 @@ def question(trainer: pl.Trainer, module: pl.LightningModule, batch: int, length
         lora_r=16 if lora is None else lora.r,
         dora=lora is not None and lora.dora,
         dropout=lora is not None and lora.dropout > 0,
+        **own_choices(module),
     )
     return job, _layout(trainer, strategy, options, kind, batch)
 
