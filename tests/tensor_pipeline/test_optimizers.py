@@ -78,8 +78,10 @@ def test_every_optimizer_of_torch() -> None:
         model, _ = applied(copy.deepcopy(whole), **layout)
         for name, parameter in orthogonalised(model, batch).items():
             error = (full(parameter.detach()) - expected[name].detach()).norm()
-            # Its matrix products round to BF16, 8 bits, five times in a row, in another order (in float32: 1e-5).
-            assert error < 0.1 * (expected[name].detach() - before[name].detach()).norm(), (layout, name)
+            moved = (expected[name].detach() - before[name].detach()).norm()
+            # Five products in BF16, 8 bits, and in another order, each of which trebles the small singular values and
+            # what rounding has left of them. In float32 the error is 1e-5; halves made orthogonal apart are off by 0.5.
+            assert error < 0.25 * moved, (layout, name, error / moved)
 
 
 @pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Rprop", "SparseAdam"])
