@@ -49,8 +49,8 @@ def add_plan(commands: Any) -> None:
     add("--strategy", default=_AUTO, choices=(_AUTO, *get_args(StrategyName)), help="consider only this one")
     add("--dtype", default="bf16-mixed", choices=get_args(Precision), help="precision (default: %(default)s)")
     add("--optimizer", default="adamw", choices=get_args(OptimizerName), help="default: %(default)s")
-    add("--tensor-parallel", type=_whole, metavar="N", help="only meshes with this size")
-    add("--pipeline-parallel", type=_whole, metavar="N", help="only meshes with this size")
+    add("--tensor-parallel", type=_whole, metavar="N", help="consider only meshes with this size")
+    add("--pipeline-parallel", type=_whole, metavar="N", help="consider only meshes with this size")
     add("--host-memory", type=_amount, metavar="GB", help="of each machine")
     add("--network", type=_amount, metavar="GB/S", help="between machines, per GPU")
     add("--tokens", type=_amount, metavar="N", help="training tokens, for hours and cost (1e9, say)")
@@ -86,6 +86,8 @@ def _plan(options: argparse.Namespace) -> int:
     from lightning_swift.planner.recommend import plan_for, refusal
 
     job = _job(options)
+    if options.calibration is not None and not options.calibration.is_file():
+        raise ConfigurationError("no such file.", where=f"--calibration {options.calibration}")
     calibration = read_calibration(job.gpu.name, options.calibration)
     limits = _limits(options, calibration.ratio)
     plan = plan_for(job, limits, any_goal=options.goal == _AUTO)

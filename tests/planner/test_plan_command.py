@@ -94,6 +94,11 @@ def test_options_force_what_they_name(capsys: pytest.CaptureFixture[str]) -> Non
             "can be cut over 8",
         ),
         (["llama-3-8b", "--gpu", "a10", "--plot", "x.gif"], "cannot be drawn"),
+        (["llama-3-8b", "--gpu", "a10", "--tensor-parallel", "3"], "no mesh with tensor parallelism 3"),
+        (["llama-3-8b", "--gpu", "a10", "--gpus", "9" * 20], "are more than"),
+        (["llama-3-8b", "--gpu", "a10", "--calibration", "/no/such/file"], "no such file"),
+        (["gpt3-175b", "--gpu", "a10", "--seq-length", "4096"], "learned positions"),
+        (["", "--gpu", "a10"], "has no name"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
