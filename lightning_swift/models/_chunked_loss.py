@@ -151,7 +151,7 @@ def _in_place_of(module: nn.Module, name: str, value: object) -> Iterator[None]:
             module.__dict__[name] = before
 
 
-def _name_of(model: Any, part: Any) -> str:
+def _name_of(model: nn.Module, part: object) -> str:
     name = next((name for name, module in model.named_modules() if module is part and name), None)
     if name is None:
         raise ModelError(

@@ -73,7 +73,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
         return torch.optim.SGD(groups, lr=settings.lr)
     adam: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     if settings.name == "adamw_8bit":
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
 
         eight_bit: torch.optim.Optimizer = AdamW8bit(groups, **adam)
         return eight_bit
