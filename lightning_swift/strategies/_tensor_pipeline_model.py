@@ -74,6 +74,7 @@ def plan_pipeline(module: pl.LightningModule, sizes: MeshSizes, options: TensorP
     """
     path, model = _find_causal_lm(module)
     _refuse_other_parameters(module, path)
+    _refuse_compiled(path, model)
     if sizes.tp > 1:
         check_tensor_parallel(model, sizes.tp, options.tensor)
     anatomy = probe(model)
@@ -236,6 +237,16 @@ def _pretrained(module: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
 def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     outer, _, name = path.rpartition(".")
     return module.get_submodule(outer), name
+
+
+def _refuse_compiled(path: str, model: nn.Module) -> None:
+    # torch.compile wraps the model under this name; model.compile() leaves a call that was traced for the whole.
+    if "_orig_mod" in path.split(".") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            "the model has been compiled as a whole, and is to be cut.",
+            where=type(model).__name__,
+            fix='Leave that out and give the strategy compile="inductor", which compiles each block.',
+        )
 
 
 def _refuse_other_parameters(module: nn.Module, path: str) -> None:

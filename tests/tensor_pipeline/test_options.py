@@ -110,6 +110,21 @@ class NoLanguageModel(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Compiled(UserModule):
+    """Compiled by the user: in place, or wrapped."""
+
+    def __init__(self, *, wrapped: bool) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.wrapped:
+            self.model = torch.compile(self.model, backend="eager")
+        else:
+            self.model.compile(backend="eager")
+
+
 class Regularised(UserModule):
     """Its loss has a term of the parameters, which is logged over all ranks or only returned."""
 
@@ -134,6 +149,8 @@ BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Headed("llama"), PP2, "would train beside the language model"),
     (lambda: Two("llama"), PP2, "2 Hugging Face models"),
     (NoLanguageModel, PP2, "no Hugging Face model"),
+    (lambda: Compiled(wrapped=True), PP2, "compiled as a whole"),
+    (lambda: Compiled(wrapped=False), TP2, "compiled as a whole"),
     (lambda: Regularised(logged=True), PP2, "computed from the parameters"),
     (lambda: Regularised(logged=False), PP2, "computed from the parameters"),
 ]
