@@ -53,7 +53,7 @@ from lightning_swift.strategies._tensor_pipeline_model import (
     stages_of,
     without_idle,
 )
-from lightning_swift.strategies._tensor_pipeline_optimizers import prepare_optimizers
+from lightning_swift.strategies._tensor_pipeline_optimizers import naming_empty_stages, prepare_optimizers
 from lightning_swift.strategies._tensor_pipeline_options import TensorPipelineOptions
 from lightning_swift.strategies._tensor_pipeline_report import startup_table
 
@@ -107,7 +107,8 @@ class TensorPipelineEngine(MeshStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with naming_empty_stages(self._label):
+            super().setup_optimizers(trainer)
         prepare_optimizers(self.optimizers)
 
     @override

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
 from lightning_swift.errors import ConfigurationError
 
-__all__ = ["prepare_optimizers"]
+__all__ = ["naming_empty_stages", "prepare_optimizers"]
 
 _REASONS: dict[type[Optimizer], str] = {
     LBFGS: "chooses its steps by all gradients at once, and each rank would choose by those of its stages",
@@ -19,6 +20,29 @@ _REASONS: dict[type[Optimizer], str] = {
 # Ways to be quick that change no number: torch knows no fused kernel of these for sharded parameters, and the foreach
 # loop of ASGD puts cut layers and norms, which lie on different meshes, into one call.
 _WITHOUT: tuple[tuple[type[Optimizer], str], ...] = ((SGD, "fused"), (Adagrad, "fused"), (ASGD, "foreach"))
+
+
+@contextmanager
+def naming_empty_stages(rank: str) -> Generator[None]:
+    """Say why an optimizer that is made inside has no parameters.
+
+    Args:
+        rank: What to call this rank.
+
+    Raises:
+        ConfigurationError: There is such an optimizer.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"the stages of {rank} have none of the parameters that an optimizer is made for.",
+            where="configure_optimizers",
+            fix="Freeze what is not to be trained (requires_grad_(False) in configure_model), and give the optimizer "
+            "all parameters that still require gradients; this strategy sees to ranks that have none.",
+        ) from error
 
 
 def prepare_optimizers(optimizers: Iterable[Optimizer]) -> None:

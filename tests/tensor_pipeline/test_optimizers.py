@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_swift.errors import ConfigurationError
-from lightning_swift.strategies._tensor_pipeline_optimizers import prepare_optimizers
+from lightning_swift.strategies._tensor_pipeline_optimizers import naming_empty_stages, prepare_optimizers
 from tests.harness.ranks import ranks
 from tests.pipeline.references import Batch, batch_of, full, model_of
 from tests.tensor_pipeline.applied import applied
@@ -89,6 +89,14 @@ def test_optimizers_that_cannot_step_over_parts(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigurationError, match=rf"{kind} .*\n?.*such as AdamW"):
         prepare_optimizers([optimizer])
+
+
+def test_a_rank_without_parameters_to_train_says_why() -> None:
+    message = "stages of rank 1 have none of the parameters"
+    with pytest.raises(ConfigurationError, match=message), naming_empty_stages("rank 1"):
+        torch.optim.SGD([])
+    with pytest.raises(ValueError, match="Invalid learning rate"), naming_empty_stages("rank 1"):
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=-1)
 
 
 def test_no_optimizer_of_torch_is_forgotten() -> None:
