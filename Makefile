@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c configs/constraints-cpu.txt)
 
 export OMP_NUM_THREADS ?= 1
+# Tests wait for one another's messages as often as they compute: two at a time keep two cores busy.
+TESTS_AT_ONCE ?= 2
 
 .PHONY: help install quickstart quickstart-qlora test test-all lint bench clean
 
@@ -52,7 +54,7 @@ quickstart-qlora: $(VENV)/.quickstart
 	$(BIN)/python -m recipes.quickstart qlora
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TESTS_AT_ONCE) --dist worksteal
 
 test-all: lint test
 

@@ -12,6 +12,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
+from tests.harness.kernels import background_build
 from tests.harness.ranks import run_ranks
 
 
@@ -20,13 +21,18 @@ def _warm() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_server(request: pytest.FixtureRequest) -> None:
-    """Start the forkserver once, so that no single test pays for it."""
-    if any(
-        "parallel" in str(i.path) or "checkpoint" in str(i.path) or "faults" in str(i.path)
-        for i in request.session.items
-    ):
-        run_ranks(_warm, 1, deadline=120)
+def warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start the forkserver once, so that no single test pays for it, and the compiler where kernels are needed."""
+    items = request.session.items
+    if not any({"parallel", "checkpoint", "faults", "zero"} & set(item.path.parts) for item in items):
+        yield
+        return
+    run_ranks(_warm, 1, deadline=120)
+    if any("ops" in getattr(item, "fixturenames", ()) for item in items):
+        with background_build():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(autouse=True)

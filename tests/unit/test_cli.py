@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_swift import _commands, cli
 from lightning_swift.errors import CheckpointCorruptError, ConfigurationError
+from tests.harness.commands import start_command
 from tests.harness.signals import interruptible
 
 COMMANDS = {
@@ -261,7 +263,7 @@ def test_ctrl_c_while_training_is_130(tmp_path):
         start_new_session=True,
         preexec_fn=interruptible,
     )
-    wait_for(tmp_path / "started", process)
+    wait_for(tmp_path / "started", process.poll)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -271,11 +273,11 @@ def test_ctrl_c_while_training_is_130(tmp_path):
 
 def test_sigterm_while_training_is_no_success(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
-    command = [sys.executable, "-m", "lightning_swift", "fit", "--model", "slow.Slow", *QUIET]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(tmp_path / "started", process)
+    process = start_command(["fit", "--model", "slow.Slow", *QUIET], tmp_path, output=tmp_path)
+    wait_for(tmp_path / "started", lambda: process.exitcode)
     process.terminate()
-    assert process.wait(60) == 143
+    process.join(60)
+    assert process.exitcode == 143
 
 
 QUIET = [
@@ -298,9 +300,9 @@ class Slow(BoringModel):
 """
 
 
-def wait_for(path: Path, process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+def wait_for(path: Path, exit_code: Callable[[], int | None]) -> None:
     end = time.monotonic() + 120
     while not path.exists():
-        assert process.poll() is None
+        assert exit_code() is None
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -74,12 +74,24 @@ def test_these_imports_load_neither_torch_nor_lightning(statement: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "order", ["lightning_swift, lightning.pytorch", "lightning, lightning_swift", "lightning.pytorch, lightning_swift"]
-)
-def test_strategy_names_are_registered_whatever_the_order_of_imports(order: str) -> None:
-    code = (
-        f"import {order}; from lightning.pytorch.strategies import StrategyRegistry as R; print('swift_fsdp_bf16' in R)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "True"
+ORDERS = """
+import os, sys
+# What Lightning itself imports, so that it is loaded once and not by each of the processes.
+import torch, torchmetrics
+
+assert "lightning" not in sys.modules
+for order in ("lightning_swift, lightning.pytorch", "lightning, lightning_swift", "lightning.pytorch, lightning_swift"):
+    process = os.fork()
+    if not process:
+        exec(f"import {order}")
+        from lightning.pytorch.strategies import StrategyRegistry
+
+        print(order, "swift_fsdp_bf16" in StrategyRegistry, flush=True)
+        os._exit(0)
+    os.waitpid(process, 0)
+"""
+
+
+def test_strategy_names_are_registered_whatever_the_order_of_imports() -> None:
+    result = subprocess.run([sys.executable, "-c", ORDERS], capture_output=True, text=True, check=True)
+    assert [line.rpartition(" ")[2] for line in result.stdout.splitlines()] == ["True"] * 3, result.stdout
