@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SCRIPTS = ("import_time", "step_time", "memory", "merge", "zero", "qlora", "pipeline")
+SCRIPTS = ("import_time", "step_time", "memory", "merge", "zero", "qlora", "pipeline", "chunked_loss")
 
 
 def main() -> int:
