@@ -152,14 +152,14 @@ def _in_place_of(module: nn.Module, name: str, value: object) -> Iterator[None]:
 
 
 def _name_of(model: nn.Module, part: object) -> str:
-    name = next((name for name, module in model.named_modules() if module is part and name), None)
-    if name is None:
+    names: list[str] = [name for name, module in model.named_modules() if module is part and name]
+    if not names:
         raise ModelError(
             f"{type(model).__name__} does not say which of its modules are its decoder and its head.",
             where="loss='chunked'",
             fix="Use loss='huggingface'.",
         )
-    return name
+    return names[0]
 
 
 def _check_loss(model: Any, head: str) -> None:
