@@ -1,8 +1,8 @@
 """Head and loss of a causal language model for some tokens at a time, so that its logits never exist as a whole.
 
-torch's ``linear_cross_entropy`` does this for a plain matrix. Here the model's own forward does it, with whatever it
-has between its decoder and its loss: caps and scales of the logits, adapters at the head, weights that a strategy
-gathers. Each chunk is computed again in the backward pass.
+torch's ``linear_cross_entropy`` does this for a plain matrix, and in BF16 rounds the loss to BF16. Here the model's own
+forward does it, with whatever it has between its decoder and its loss: caps and scales of the logits, adapters at the
+head, weights that a strategy gathers. Each chunk is computed again in the backward pass.
 """
 
 from __future__ import annotations
