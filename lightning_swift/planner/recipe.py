@@ -22,6 +22,7 @@ _CLASSES = {
 }
 
 
+_RUN = "runs/planned"
 # Where the recipe says that the fast local disk is.
 _NVME = "/local_nvme"
 
@@ -81,7 +82,7 @@ def _recipe(job: Job, layout: Layout, model: str) -> dict[str, Any]:
     callbacks: list[dict[str, Any]] = []
     if layout.checkpointing != "none":
         callbacks.append(_object("callbacks.ActivationCheckpointing", {"mode": layout.checkpointing}))
-    saves = {"dirpath": "runs/planned/checkpoints", "every_n_train_steps": 100, "save_top_k": 2}
+    saves = {"dirpath": f"{_RUN}/checkpoints", "every_n_train_steps": 100, "save_top_k": 2}
     callbacks += [_object("callbacks.ShardedCheckpoint", saves), _object("callbacks.MemoryReport", {})]
     return {
         "seed_everything": 1,
@@ -96,7 +97,7 @@ def _recipe(job: Job, layout: Layout, model: str) -> dict[str, Any]:
             "accumulate_grad_batches": layout.accumulate,
             "gradient_clip_val": 1.0,
             "log_every_n_steps": 10,
-            "default_root_dir": "runs/planned",
+            "default_root_dir": _RUN,
             "callbacks": callbacks,
         },
     }
@@ -165,6 +166,7 @@ def _to_do(job: Job, layout: Layout, model: str) -> list[str]:
         notes.append("Predicted for a module that keeps the model's output; CausalLM drops it and needs less.")
     if job.optimizer_in_backward:
         notes.append("Predicted for an optimizer in the backward pass; CausalLM has none and needs more.")
+    notes.append(f"A Hugging Face folder is made by: lightning-swift export {_RUN}/checkpoints/step-N.ckpt OUTPUT")
     return notes
 
 
