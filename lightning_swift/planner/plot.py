@@ -16,6 +16,8 @@ _COLOURS = (
     *("#4c78a8", "#72b7b2", "#9ecae9", "#b279a2", "#eeca3b"),
     *("#54a24b", "#e45756", "#ff9da6", "#bab0ac", "#9d755d"),
 )
+# More bars than these are no drawing any more.
+_CANDIDATES, _REJECTED = 20, 3
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
@@ -24,8 +26,9 @@ def plot_plan(plan: Plan, path: Path) -> None:
     Raises:
         ConfigurationError: Another ending than .png or .html, matplotlib missing for a PNG, or nothing to write to.
     """
-    rows = [(f"{c.layout.strategy} ({describe(c.layout)})", c.memory) for c in plan.candidates]
-    rows += [(f"{r.layout.strategy} ({describe(r.layout)})", r.memory) for r in plan.rejected if r.memory is not None]
+    rows = [(f"{c.layout.strategy} ({describe(c.layout)})", c.memory) for c in plan.candidates[:_CANDIDATES]]
+    near = [r for r in plan.rejected if r.memory is not None][:_REJECTED]
+    rows += [(f"{r.layout.strategy} ({describe(r.layout)})", r.memory) for r in near if r.memory is not None]
     writers = {".png": _png, ".html": _html}
     writer = writers.get(path.suffix.lower())
     if writer is None:
@@ -55,6 +58,7 @@ def _png(rows: list[tuple[str, Memory]], limit: float, path: Path) -> None:
         axes.barh(names, widths, left=left, color=colour, label=component)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.axvline(limit / 1e9, color="black", linestyle="--")
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("GB per GPU")
     axes.legend(fontsize="small")
