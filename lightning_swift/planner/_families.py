@@ -27,6 +27,7 @@ class Family:
         fused_qkv: One matrix for queries, keys and values.
         softcap: Logits go through a tanh.
         scaled_embedding: The embedding's output is multiplied by a constant, in a second tensor.
+        scores_in_fp32: Experts are weighted in FP32, in a product of that size.
         composed_gelu: The activation is written as eight elementary operators.
         tied: What ``tie_word_embeddings`` is where the file does not say.
     """
@@ -43,6 +44,7 @@ class Family:
     fused_qkv: bool = False
     softcap: bool = False
     scaled_embedding: bool = False
+    scores_in_fp32: bool = False
     composed_gelu: bool = False
     tied: bool = False
 
@@ -62,7 +64,7 @@ _GEMMA = Family(norm="gemma", norms=4, scaled_embedding=True, tied=True)
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
-    "mixtral": Family(),
+    "mixtral": Family(scores_in_fp32=True),
     "qwen2": Family(qkv_bias=True),
     "qwen2_moe": Family(qkv_bias=True),
     "qwen3": Family(qk_norm="head"),

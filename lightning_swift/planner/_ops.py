@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_swift.planner._arithmetic import Adapter, Arithmetic
+from lightning_swift.planner._adapted import adapted
+from lightning_swift.planner._arithmetic import Arithmetic
 from lightning_swift.planner.tape import Buffer, Gradient, Ledger, Node, Recompute, Value, run_backward
 
 __all__ = ["Ops"]
@@ -80,7 +81,7 @@ class Ops:
         nbytes = x.nbytes
         return Value(x.n, size, self.new(x.n * size), self.node([x.node], lambda grad: [self.new(nbytes)]))
 
-    def _shaped(self, n: float, size: int, like_n: float, like_size: int) -> Buffer:
+    def shaped(self, n: float, size: int, like_n: float, like_size: int) -> Buffer:
         """A gradient of ``n`` elements, summed and cast to those of an input."""
         found = self.new(n * size)
         if like_n < n:
@@ -95,8 +96,8 @@ class Ops:
 
         def rule(grad: Gradient) -> list[Gradient | None]:
             return [
-                self._shaped(n, size, x_n, x_size) if wants[0] else None,
-                self._shaped(n, size, y_n, y_size) if wants[1] else None,
+                self.shaped(n, size, x_n, x_size) if wants[0] else None,
+                self.shaped(n, size, y_n, y_size) if wants[1] else None,
             ]
 
         saved = (x.buffer if wants[1] else None, y.buffer if wants[0] else None)
@@ -106,7 +107,7 @@ class Ops:
         """``x`` times something that needs no gradient and is there anyway (a number, a rotary table)."""
         result, like, n = max(x.size, size or 0), x.size, x.n
         return Value(
-            n, result, self.new(n * result), self.node([x.node], lambda grad: [self._shaped(n, result, n, like)])
+            n, result, self.new(n * result), self.node([x.node], lambda grad: [self.shaped(n, result, n, like)])
         )
 
     def scale(self, x: Value, features: int, *, size: int = 0) -> Value:
@@ -120,7 +121,7 @@ class Ops:
                 whole = self.new(n * size)
                 self.grow(features * weight)
                 del whole
-            return [self._shaped(n, size, n, like), None]
+            return [self.shaped(n, size, n, like), None]
 
         # With a frozen weight only that weight is saved, which is there anyway.
         saved = x.buffer if trained else None
@@ -153,12 +154,12 @@ class Ops:
     def linear(self, x: Value, features: tuple[float, float], *, bias: bool = False, block: bool = True) -> Value:
         """``x @ W.t() + b`` with ``W`` of ``features = (in, out)``; adapted and quantised in blocks."""
         arithmetic = self.arithmetic
-        base = self._linear(x, features, trained=arithmetic.full, bias=bias, block=block)
+        base = self.plain_linear(x, features, trained=arithmetic.full, bias=bias, block=block)
         if arithmetic.adapter is None or not block:
             return base
-        return self._adapted(x, base, features, arithmetic.adapter)
+        return adapted(self, x, base, features, arithmetic.adapter)
 
-    def _linear(
+    def plain_linear(
         self,
         x: Value,
         features: tuple[float, float],
@@ -224,69 +225,26 @@ class Ops:
         # Autocast keeps the cast weight for the whole step (and each recomputation makes another).
         return self.new(n * compute) if cast and self.arithmetic.autocast else None
 
-    def _adapted(self, x: Value, base: Value, features: tuple[float, float], adapter: Adapter) -> Value:
-        fan_in, fan_out = features
-        size = adapter.size
-        x = self.cast(x, size)
-        if adapter.dropout:
-            x = self._dropout(x)
-        low = self._linear(x, (fan_in, adapter.rank), trained=True, bias=False, block=False, size=size)
-        del x
-        high = self._linear(low, (adapter.rank, fan_out), trained=True, bias=False, block=False, size=size)
-        del low
-        if adapter.dora:
-            base, high = self._magnitude(base, high, fan_in * fan_out, fan_out)
-        high = self.constant(high)
-        total = self.add(base, high)
-        del high
-        return self.cast(total, base.size)
-
-    def _magnitude(self, base: Value, high: Value, weights: float, fan_out: float) -> tuple[Value, Value]:
-        """DoRA: the norm of the whole weight is taken in a dense copy, then both terms are scaled."""
-        whole = self.new(weights * high.size)
-        total = self.new(weights * high.size)
-        del whole, total
-        scaled = self.scale_trained(self.constant(base, high.size), fan_out, high.size)
-        return scaled, self.scale_trained(high, fan_out, high.size)
-
-    def scale_trained(self, x: Value, features: float, weight: int) -> Value:
-        """``m * x`` with a trained vector ``m``, for DoRA."""
-        nbytes = x.nbytes
-
-        def rule(grad: Gradient) -> list[Gradient | None]:
-            whole = self.new(nbytes)
-            self.grow(features * weight)
-            del whole
-            return [self.new(nbytes)]
-
-        return Value(x.n, x.size, self.new(nbytes), self.node([x.node], rule, x.buffer))
-
-    def _dropout(self, x: Value) -> Value:
-        nbytes = x.nbytes
-        mask = self.new(x.n)
-        return Value(x.n, x.size, self.new(nbytes), self.node([x.node], lambda grad: [self.new(nbytes)], mask))
-
     def shift(self, x: Value) -> Value:
         """``x + number``: a new tensor whose gradient is passed on."""
         return Value(x.n, x.size, self.new(x.nbytes), self.node([x.node], lambda grad: [grad]))
 
     def experts(self, x: Value, features: tuple[float, float], experts: int) -> Value:
-        """A grouped matrix product: rows sorted by expert, one matrix for each."""
+        """A grouped matrix product: rows sorted by expert, one matrix for each. Autocast does not know it."""
         arithmetic = self.arithmetic
-        trained, compute, weight = arithmetic.full, arithmetic.compute, arithmetic.weight
-        x = self.cast(x, compute) if arithmetic.autocast else x
+        trained, size = arithmetic.full, arithmetic.weight
+        x = self.cast(x, size)
         fan_in, fan_out = features
         weights = experts * fan_in * fan_out
-        expanded = self._weight_copy(weights, compute, quantised=False, cast=weight != compute)
-        out = self._product(x.n / fan_in * fan_out * compute)
+        out = self._product(x.n / fan_in * fan_out * size)
         nbytes = x.nbytes
-        sink = self._weight_node(weights, weight) if trained else None
+        sink = self._weight_node(weights, size) if trained else None
 
         def rule(grad: Gradient) -> list[Gradient | None]:
-            return [self.new(nbytes), self.new(weights * compute) if trained else None]
+            return [self.new(nbytes), self.new(weights * size) if trained else None]
 
-        saved = (x.buffer if trained else None, expanded)
-        return Value(x.n / fan_in * fan_out, compute, out, self.node([x.node, sink], rule, *saved))
+        saved = x.buffer if trained else None
+        return Value(x.n / fan_in * fan_out, size, out, self.node([x.node, sink], rule, saved))
 
     # -- attention
 

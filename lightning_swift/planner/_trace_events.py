@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
@@ -20,6 +19,15 @@ _ROUND = 512
 
 def _rounded(nbytes: int) -> int:
     return (nbytes + _ROUND - 1) // _ROUND * _ROUND
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[Any]:
+    """The storages behind a tensor, which may be a distributed one. torch's own function imports FSDP for this."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            yield from _storages(part) if isinstance(part, torch.Tensor) else ()
+    else:
+        yield tensor.untyped_storage()
 
 
 class StorageEvents(TorchDispatchMode):
@@ -60,7 +68,7 @@ class StorageEvents(TorchDispatchMode):
         """Count tensors that were there before, such as parameters."""
         for tensor in tensors:
             if tensor is not None:
-                for storage in get_untyped_storages(tensor):
+                for storage in _storages(tensor):
                     self._see(storage)
 
     def _close(self) -> None:
@@ -112,6 +120,6 @@ class StorageEvents(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
-                for storage in get_untyped_storages(leaf):
+                for storage in _storages(leaf):
                     self._see(storage)
         return out

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 __all__ = ["ATTENTION", "block_list", "build_model", "register_attention"]
 
@@ -103,24 +104,43 @@ class _QuantisedLinear(nn.Module):
 
 
 class _AdaptedLinear(nn.Module):
-    """peft's LoRA linear layer: ``base(x) + B(A(dropout(x.to(dtype)))) * scale``, cast back."""
+    """peft's LoRA linear layer: ``base(x) + B(A(dropout(x.to(dtype)))) * scale``, cast back; DoRA as peft writes it."""
 
-    def __init__(self, base: nn.Module, sizes: tuple[int, int], rank: int, dtype: torch.dtype, dropout: bool) -> None:
+    def __init__(self, base: nn.Module, sizes: tuple[int, int], request: Mapping[str, Any]) -> None:
         super().__init__()
         self.base = base
-        fan_in, fan_out = sizes
+        (fan_in, fan_out), rank = sizes, request["lora_r"]
         device = next(iter([*base.parameters(), *base.buffers()])).device
-        self.down = nn.Linear(fan_in, rank, bias=False, device=device, dtype=dtype)
-        self.up = nn.Linear(rank, fan_out, bias=False, device=device, dtype=dtype)
-        self.dropout: nn.Module = nn.Dropout(0.1) if dropout else nn.Identity()
+        kind: dict[str, Any] = {"device": device, "dtype": getattr(torch, request["adapter_dtype"])}
+        self.down = nn.Linear(fan_in, rank, bias=False, **kind)
+        self.up = nn.Linear(rank, fan_out, bias=False, **kind)
+        self.dropout: nn.Module = nn.Dropout(0.1) if request["dropout"] else nn.Identity()
+        self.magnitude = nn.Parameter(torch.empty(fan_out, **kind)) if request["dora"] else None
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.base(x)
         kind = result.dtype
-        x = x.to(self.down.weight.dtype)
-        result = result + self.up(self.down(self.dropout(x))) * 2.0
+        x = self.dropout(x.to(self.down.weight.dtype))
+        if self.magnitude is None:
+            result = result + self.up(self.down(x)) * 2.0
+        else:
+            result = result + self._dora(x, result, self.magnitude)
         cast: Tensor = result.to(kind)
         return cast
+
+    def _dora(self, x: Tensor, result: Tensor, magnitude: Tensor) -> Tensor:
+        eye = torch.eye(self.down.in_features, device=x.device, dtype=self.down.weight.dtype)
+        product = self.up(self.down(eye)).T
+        del eye
+        product = product.to(x.dtype)
+        base: Any = self.base
+        weight = base.expanded(torch.bfloat16) if isinstance(base, _QuantisedLinear) else base.weight
+        weight = weight.to(x.dtype)
+        norm = torch.linalg.norm(weight + 2.0 * product.detach(), dim=1).to(weight.dtype)
+        scale = (magnitude / norm.detach()).view(1, -1)
+        adapted = self.up(self.down(x))
+        whole = result if isinstance(self.dropout, nn.Identity) else functional.linear(x, weight)
+        return (scale - 1) * whole + scale * adapted * 2.0
 
 
 def build_model(config: Mapping[str, Any], request: Mapping[str, Any], device: str) -> nn.Module:
@@ -147,14 +167,13 @@ def build_model(config: Mapping[str, Any], request: Mapping[str, Any], device: s
 
 def _adapt(model: nn.Module, request: Mapping[str, Any]) -> None:
     model.requires_grad_(False)
-    dtype = getattr(torch, request["adapter_dtype"])
     for block in block_list(model):
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
                     base = _QuantisedLinear(child) if request["quantised"] else child
                     sizes = (child.in_features, child.out_features)
-                    setattr(parent, name, _AdaptedLinear(base, sizes, request["lora_r"], dtype, request["dropout"]))
+                    setattr(parent, name, _AdaptedLinear(base, sizes, request))
 
 
 def block_list(model: nn.Module) -> list[nn.Module]:

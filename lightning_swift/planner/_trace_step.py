@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.planner._trace_events import StorageEvents
 from lightning_swift.planner._trace_model import block_list, build_model, register_attention
+from lightning_swift.planner._trace_parallel import (
+    cut,
+    distribute,
+    fake_mesh,
+    gather_around,
+    loss_context,
+    materialise,
+    reduce_gradients,
+    wait_with_gradients,
+)
 
 __all__ = ["trace"]
 
@@ -28,23 +38,28 @@ def trace(request: Request) -> dict[str, Any]:
         request: Plain values; see ``trace.py``, which makes it.
     """
     register_attention()
+    mesh = fake_mesh(request)
+    if mesh is None:
+        with _fake_mode() if request["fake"] else contextlib.nullcontext():
+            return _Run(request, _built(request, None)).measure()
     # A mesh looks at the values of its ranks, which fake tensors do not have.
-    mesh = _mesh(request["ranks"]) if request["ranks"] > 1 else None
-    mode = _fake_mode() if request["fake"] else contextlib.nullcontext()
-    with mode:
-        return _Run(request, mesh).measure()
+    model = _built(request, mesh)
+    with _fake_mode():
+        materialise(model)
+        return _Run(request, model).measure()
 
 
-def _mesh(ranks: int) -> Any:
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from lightning_swift.parallel.mesh import MeshSizes, build_mesh
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    return build_mesh(MeshSizes(dp_shard=ranks), "cpu")
+def _built(request: Request, mesh: Any) -> Any:
+    """The model with what the strategy does to it, in the strategy's order."""
+    model: Any = build_model(request["config"], request, "cpu" if mesh is None else "meta")
+    _cut(model, request["stage"])
+    if mesh is not None:
+        cut(model, mesh, request)
+    if request["checkpointing"] != "none":
+        apply_checkpointing(model, CheckpointingSettings(request["checkpointing"]))
+    if mesh is not None:
+        distribute(model, mesh, request)
+    return model
 
 
 def _fake_mode() -> Any:
@@ -53,34 +68,24 @@ def _fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-class _Holder(nn.Module):
-    """Stands for the LightningModule around the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-
 class _Run:
-    def __init__(self, request: Request, mesh: Any) -> None:
+    def __init__(self, request: Request, model: Any) -> None:
         self.request = request
-        self.model: Any = build_model(request["config"], request, "cpu")
-        _cut(self.model, request["stage"])
-        if request["checkpointing"] != "none":
-            apply_checkpointing(self.model, CheckpointingSettings(request["checkpointing"]))
+        self.model: Any = model
         # Called by name, since FSDP can only gather around methods of the model.
-        object.__setattr__(self.model, "in_chunks", self._chunked)
-        if mesh is not None:
-            _shard(self.model, mesh, request)
+        for name, method in (("in_chunks", self._chunked), ("body", self._body)):
+            object.__setattr__(self.model, name, method)
+            if request["sharded"]:
+                gather_around(self.model, name)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = _optimizer(self.trained, request["optimizer"])
+        self.optimizer = _optimizer(self.trained, request["optimizer"], in_backward=request["optimizer_in_backward"])
         self.events = StorageEvents()
         self.ids = torch.randint(0, _VOCABULARY_OF_IDS, (request["batch"], request["length"]))
 
     def measure(self) -> dict[str, Any]:
         events, resident = self.events, self.request["resident"]
         _mark(self.model, events)
-        with events:
+        with events, loss_context(self.request):
             events.count(_local(p) for p in self.model.parameters())
             events.count(self.model.buffers())
             events.count([self.ids])
@@ -88,7 +93,7 @@ class _Run:
                 events.restart()
                 self._step()
                 static = events.current
-                if not resident:
+                if not resident or self.request["scheduled"]:
                     self.optimizer.zero_grad()
             sections = events.finish()
         return {
@@ -99,9 +104,22 @@ class _Run:
 
     def _step(self) -> None:
         events, request = self.events, self.request
+        if request["scheduled"]:
+            wait_with_gradients(self.model)
+            if request["resident"]:
+                self._backward([self._forward()])
         events.section("forward")
         waiting = [self._forward() for _ in range(request["flight"])]
         events.section("loss")
+        self._backward(waiting)
+        if request["scheduled"]:
+            events.section("reduction")
+            reduce_gradients(self.model)
+        events.section("step")
+        self.optimizer.step()
+
+    def _backward(self, waiting: list[dict[str, Any]]) -> None:
+        """The backward pass of the oldest micro-batch."""
         outcome = waiting.pop(0)
         target, grad = outcome.pop("target"), outcome.pop("grad")
         if grad is None:
@@ -111,8 +129,6 @@ class _Run:
         del target, grad
         outcome.clear()
         waiting.clear()
-        events.section("step")
-        self.optimizer.step()
 
     def _forward(self) -> dict[str, Any]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.request["autocast"]):
@@ -123,11 +139,13 @@ class _Run:
         stage = request["stage"]
         inputs: dict[str, Any] = {"input_ids": self.ids}
         if stage in ("middle", "last"):
-            width = self.model.config.hidden_size
-            dtype = torch.bfloat16
-            inputs = {"inputs_embeds": torch.empty((*self.ids.shape, width), dtype=dtype, requires_grad=True)}
+            batch, length, width = *self.ids.shape, self.model.config.hidden_size
+            rows = length // request["tensor"] if request["sequence"] else length
+            hidden = torch.empty((batch, rows, width), dtype=torch.bfloat16, requires_grad=True)
+            # The rows are a part of the sequence, whose positions are all needed inside the layers.
+            inputs = {"inputs_embeds": hidden, "position_ids": torch.arange(length).unsqueeze(0)}
         if stage in ("first", "middle"):
-            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            hidden = self.model.body(inputs)
             return {"target": hidden, "grad": torch.empty_like(hidden), "inputs": inputs}
         if request["loss"] == "chunked":
             return {"target": self.model.in_chunks(inputs), "grad": None, "inputs": inputs}
@@ -135,9 +153,13 @@ class _Run:
         kept = output if request["loss"] == "huggingface_kept" else None
         return {"target": output.loss, "grad": None, "kept": kept, "inputs": inputs}
 
+    def _body(self, inputs: Mapping[str, Any]) -> Tensor:
+        hidden: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        return hidden
+
     def _chunked(self, inputs: Mapping[str, Any]) -> Tensor:
         model, chunk = self.model, self.request["chunk"]
-        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = self._body(inputs)
         hidden = hidden.view(-1, hidden.shape[-1])
         labels = self.ids.view(-1)
         cap = getattr(model.config, "final_logit_softcapping", None)
@@ -193,25 +215,34 @@ def _cut(model: Any, stage: str) -> None:
                 setattr(model.base_model, name, nn.Identity())
 
 
-def _shard(model: nn.Module, mesh: Any, request: Request) -> None:
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    from lightning_swift.parallel.blocks import find_blocks
-    from lightning_swift.parallel.dtypes import PrecisionPolicy
-    from lightning_swift.parallel.sharding import ShardingSettings, shard
-
-    blocks = [(f"model.{name}", block) for name, block in find_blocks(model)]
-    shard(_Holder(model), mesh, ShardingSettings(PrecisionPolicy(request["precision"])), blocks)
-    # What is called instead of forward has to gather the outermost group too.
-    register_fsdp_forward_method(model, "in_chunks")
-
-
 def _local(parameter: Any) -> Tensor:
     local: Tensor = getattr(parameter, "_local_tensor", parameter)
     return local
 
 
-def _optimizer(parameters: list[nn.Parameter], name: str) -> torch.optim.Optimizer:
+def _optimizer(parameters: list[nn.Parameter], name: str, *, in_backward: bool) -> Any:
+    if in_backward:
+        return _InBackward(parameters, name)
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=1e-4, foreach=False)
     return torch.optim.AdamW(parameters, lr=1e-4, foreach=name == "adamw", fused=name == "adamw_fused")
+
+
+class _InBackward:
+    """An optimizer for each parameter, which updates it and frees its gradient as soon as that is there."""
+
+    def __init__(self, parameters: list[nn.Parameter], name: str) -> None:
+        self._optimizers = {p: _optimizer([p], name, in_backward=False) for p in parameters}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: Tensor) -> None:
+        optimizer = self._optimizers[cast(nn.Parameter, parameter)]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Nothing is left to do."""
+
+    def zero_grad(self) -> None:
+        """Nothing is left to free."""

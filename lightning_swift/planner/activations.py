@@ -113,7 +113,8 @@ def profile(shape: ModelShape, options: StepOptions) -> Step:
     kind = shape.sparse[0]
     gradient = shape.embedding * arithmetic.weight if arithmetic.full else 0
     # The gradients of head and embedding are added into a third tensor; with one there already, the head's waits.
-    doubled = gradient * (2 if options.accumulate else 1) if shape.tied else 0
+    # (Cut over ranks, the embedding's is made whole all the same, and a part of it is taken.)
+    doubled = gradient * (2 if options.accumulate else 1) / options.tensor if shape.tied else 0
     scaled = walk.boundary if shape.family.scaled_embedding else 0
     return Step(
         entered=walk.entered(),
@@ -239,7 +240,8 @@ class _Walk:
             logits = ops.constant(ops.unary(ops.constant(logits), save_output=True))
         scores = ops.cast(logits, 4)
         # Where they are FP32 already, the copy is the logits themselves.
-        probabilities = ops.unary(scores, save_output=True)
+        cut = options.loss_parallel and options.tensor > 1
+        probabilities = _cut_softmax(ops, scores) if cut else ops.unary(scores, save_output=True)
         nbytes = probabilities.nbytes
         top = Value(1, 4, ops.new(4), ops.node([probabilities.node], lambda grad: [ops.new(nbytes)], ops.new(rows * 8)))
         del probabilities, scores
@@ -266,6 +268,12 @@ class _Walk:
         del buffer
         ops.end_of_shared_weight(self.shape.embedding / self.options.tensor)
         return run_backward(ops.ledger, node, stop)
+
+
+def _cut_softmax(ops: Ops, x: Value) -> Value:
+    """Of logits that stay cut: the loss's backward pass gives its gradient at once."""
+    out = ops.new(x.nbytes)
+    return Value(x.n, x.size, out, ops.node([x.node], lambda grad: [grad], out))
 
 
 def _collected(ops: Ops, x: Value, n: float) -> Value:

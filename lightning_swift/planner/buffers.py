@@ -18,6 +18,8 @@ _DEFAULT_ALLGATHER = 500_000_000
 # stage3_max_reuse_distance of DeepSpeed, elements: weights needed again that soon stay gathered.
 _REUSE = 1_000_000_000
 _LEAST_BUCKET = 1 << 20
+# Elements that DeepSpeed's BF16 optimizer reduces at a time.
+_REDUCED_AT_ONCE = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Buffers:
         forward: While a layer's forward runs.
         gathering: When a layer's weights have arrived: those of the one before, as they came, and as they are used.
         loss: While logits and loss are there.
+        held: What the last gather of the forward pass came in, until the loss is there.
+        held_longer: The part of it that stays until the loss's gradient is there.
         own: Gathered weights of the layer whose backward runs, freed when it ends.
         ahead: Those of the next layer, gathered ahead.
         ahead_of_first: What is gathered ahead while the first layer's backward runs: the embedding.
@@ -36,12 +40,15 @@ class Buffers:
         sending_head: The same of the head, kept while the last layer's backward runs.
         embedding: When the embedding's gradient is sent, or made, whichever is more, without that gradient.
         whole: Part of the gradients that stays whole on every rank until the end of the backward pass.
+        reduction: After the last micro-batch of a schedule: copies of the gradients of one group on their way.
     """
 
     always: float = 0.0
     forward: float = 0.0
     gathering: float = 0.0
     loss: float = 0.0
+    held: float = 0.0
+    held_longer: float = 0.0
     own: float = 0.0
     ahead: float = 0.0
     ahead_of_first: float = 0.0
@@ -49,6 +56,7 @@ class Buffers:
     sending_head: float = 0.0
     embedding: float = 0.0
     whole: bool = False
+    reduction: float = 0.0
 
 
 def buffers(job: Job, layout: Layout, part: Share) -> Buffers:
@@ -59,10 +67,10 @@ def buffers(job: Job, layout: Layout, part: Share) -> Buffers:
     if layout.strategy == "fsdp":
         return _fsdp(job, layout, part)
     if layout.strategy == "tp_pp":
-        return _gathered_throughout(job, part)
+        return _scheduled(job, layout, part)
     if layout.strategy == "zero3":
         return _zero3(job, layout, part)
-    return _zero12(job, layout)
+    return _zero1(job, part) if layout.strategy == "zero1" else _zero2(job, layout, part)
 
 
 def _fsdp(job: Job, layout: Layout, part: Share) -> Buffers:
@@ -83,6 +91,8 @@ def _fsdp(job: Job, layout: Layout, part: Share) -> Buffers:
         forward=2 * layer,
         gathering=3 * layer,
         loss=head + (chunks if job.loss == "chunked" else 0.0),
+        held=layer if tied else head,
+        held_longer=layer if tied else 0.0,
         own=layer,
         ahead=layer,
         ahead_of_first=0.0 if tied else embedding,
@@ -94,11 +104,27 @@ def _fsdp(job: Job, layout: Layout, part: Share) -> Buffers:
     )
 
 
-def _gathered_throughout(job: Job, part: Share) -> Buffers:
-    # Weights stay gathered through all micro-batches (reshard_after_forward=False).
-    layer, _ = _layer(job, part)
+def _scheduled(job: Job, layout: Layout, part: Share) -> Buffers:
+    """As torch's schedules run FSDP2: weights stay gathered and gradients whole until the last micro-batch is done."""
+    layer, trained = _layer(job, part)
     size = 4 if job.precision == "32-true" else 2
-    return Buffers(always=layer * len(part.kinds) + (part.embedding + part.head) * size)
+    reduced = 2 if job.precision == "bf16-true" else 4
+    head = part.head * size
+    alone, once = layout.data == 1, layout.microbatches == 1
+    held = 0.0 if alone or not once else layer if job.shape.tied else head
+    # The first group that is reduced: its gathered weights are freed for copies of its gradient and their sum. Of a cut
+    # embedding a part of the gradient is taken first.
+    first = part.embedding if part.first and job.trains_all else trained
+    if part.first and layout.tensor > 1:
+        reduction = first * reduced
+    else:
+        reduction = 0.0 if alone else first * (reduced * (1 + 1 / layout.shard) - size)
+    return Buffers(
+        always=layer * len(part.kinds) + part.embedding * size + head,
+        held=held,
+        held_longer=held if job.shape.tied else 0.0,
+        reduction=reduction,
+    )
 
 
 def _layer(job: Job, part: Share) -> tuple[float, float]:
@@ -111,30 +137,59 @@ def _layer(job: Job, part: Share) -> tuple[float, float]:
     return gathered, trained
 
 
-def _zero12(job: Job, layout: Layout) -> Buffers:
-    reduce = buckets(job, layout)["reduce"] * (4 if job.precision != "bf16-true" else 2)
-    return Buffers(sending=reduce, sending_head=reduce, embedding=reduce)
+def _zero1(job: Job, part: Share) -> Buffers:
+    """DeepSpeed's BF16 optimizer: gradients are reduced once all are there, in flat copies of this many at a time."""
+    trained = part.base if job.trains_all else part.adapters
+    size = 2 if job.precision == "bf16-true" else 4
+    return Buffers(reduction=min(trained, _REDUCED_AT_ONCE) * size)
+
+
+def _zero2(job: Job, layout: Layout, part: Share) -> Buffers:
+    """Small gradients are collected in buckets, larger ones sent alone; both are cast for the reduction."""
+    bucket, size = buckets(job, layout), 4 if job.precision == "32-true" else 2
+    cast = 4 if job.precision == "bf16-mixed" else 0
+    waiting = bucket["reduce"] * size * bucket["overlap"]
+    large = _largest_matrix(job, part)
+    trains = job.trains_all
+    return Buffers(
+        sending=waiting + cast * max(bucket["reduce"], large),
+        sending_head=waiting + cast * (part.head if trains else 0.0),
+        embedding=waiting + cast * (part.embedding if trains else 0.0),
+    )
+
+
+def _largest_matrix(job: Job, part: Share) -> float:
+    """Elements of the largest trained parameter of a layer."""
+    shape = job.shape
+    if not job.trains_all:
+        return job.lora_r * max(shape.hidden, shape.intermediate, shape.q)
+    experts = shape.experts * shape.expert_intermediate * 2 if any(part.kinds) else 0
+    return shape.hidden * max(shape.intermediate, shape.q, experts)
 
 
 def _zero3(job: Job, layout: Layout, part: Share) -> Buffers:
     bucket = buckets(job, layout)
     size = 4 if job.precision == "32-true" else 2
+    reduced = 2 if job.precision == "bf16-true" else 4
     layer, _ = _layer(job, part)
     prefetch = bucket["prefetch"] * size
-    reduce = bucket["reduce"] * (4 if job.precision != "bf16-true" else 2)
     total = layer * len(part.kinds) + part.ends * size
     # Around the turn from forward to backward, layers within half the reuse distance stay gathered.
     live = min(total, max(_REUSE / 2 * size, layer))
     end = max(part.head, part.embedding) * size
+    # A gradient larger than the bucket is cast, and cut into the parts of all ranks, by itself.
+    large = _largest_matrix(job, part)
+    alone = 2 * reduced if job.trains_all else 0
     return Buffers(
+        always=bucket["reduce"] * reduced,
         forward=layer + prefetch,
-        loss=live + end,
+        loss=min(total, live + end),
         own=layer,
-        ahead=prefetch + live,
+        ahead=min(total - layer, prefetch + live),
         ahead_of_first=prefetch,
-        sending=reduce,
-        sending_head=reduce,
-        embedding=end + reduce,
+        sending=alone * large if large > bucket["reduce"] else bucket["reduce"] * reduced,
+        sending_head=alone * part.head,
+        embedding=end + alone * part.embedding,
     )
 
 
@@ -146,9 +201,9 @@ def buckets(job: Job, layout: Layout) -> dict[str, float]:
     reduce = _size(written.get("reduce_bucket_size"), automatic["reduce"])
     prefetch = _size(written.get("stage3_prefetch_bucket_size"), automatic["prefetch"])
     gather = _size(written.get("allgather_bucket_size"), _DEFAULT_ALLGATHER)
-    overlap = 2 if written.get("overlap_comm", True) else 1
     return {
-        "reduce": overlap * (layout.reduce_bucket or reduce),
+        "reduce": layout.reduce_bucket or reduce,
+        "overlap": 2 if written.get("overlap_comm", True) else 1,
         "prefetch": layout.prefetch_bucket or prefetch,
         "gather": gather,
     }

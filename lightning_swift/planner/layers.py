@@ -199,34 +199,43 @@ def _experts(ops: Ops, part: Part, x: Value) -> Value:
     """Router and grouped matrix products over (token, expert) pairs sorted by expert."""
     shape = part.shape
     pairs = part.tokens * shape.experts_per_token
-    _router(ops, part, x)
-    gathered = _pick(ops, x, pairs * shape.hidden)
+    scores = _pick(ops, _router(ops, part, x), pairs)
+    picked = _pick(ops, x, pairs * shape.hidden)
     width = shape.expert_intermediate / part.tensor
-    both = ops.experts(gathered, (shape.hidden, 2 * width), shape.experts)
-    del gathered
-    gate = _view(ops, both, pairs * width)
-    up = _view(ops, both, pairs * width)
+    both = ops.experts(picked, (shape.hidden, 2 * width), shape.experts)
+    del picked
+    gate, up = _halves(ops, both, pairs * width)
     del both
     product = ops.mul(ops.unary(gate, save_input=True), up)
     del gate, up
     down = ops.experts(product, (width, shape.hidden), shape.experts)
     del product
-    weighted = ops.mul(down, Value(pairs, 4 if ops.arithmetic.weight == 4 else 2, ops.new(pairs * 2), None))
-    del down
+    weighted = ops.mul(down, scores)
+    del down, scores
     weighted = _pick(ops, weighted, pairs * shape.hidden)
-    out = _summed(ops, weighted, part.tokens * shape.hidden)
+    out = ops.cast(_summed(ops, weighted, part.tokens * shape.hidden), x.size)
+    del weighted
     if shape.shared_intermediate:
         out = ops.add(out, _mlp(ops, part, x, shape.shared_intermediate))
     return out
 
 
-def _router(ops: Ops, part: Part, x: Value) -> None:
-    """Its tensors have a few columns only; kept while the layer is, so counted with it."""
-    ops.new(part.tokens * part.shape.experts * 4)
+def _router(ops: Ops, part: Part, x: Value) -> Value:
+    """Scores of the chosen experts: FP32 softmax over all of them, the largest few, divided by their sum."""
+    shape = part.shape
+    logits = ops.linear(x, (shape.hidden, shape.experts), block=False)
+    probabilities = ops.unary(ops.cast(logits, 4), save_output=True)
+    del logits
+    whole, n = probabilities.nbytes, part.tokens * shape.experts_per_token
+    indices = ops.new(8 * n)
+    node = ops.node([probabilities.node], lambda grad: [ops.new(whole)], indices)
+    chosen = ops.unary(Value(n, 4, ops.new(4 * n), node), save_input=True)
+    del probabilities, node, indices
+    return chosen if shape.family.scores_in_fp32 else ops.cast(chosen, ops.arithmetic.compute)
 
 
 def _pick(ops: Ops, x: Value, n: float) -> Value:
-    """``x[index]``; the gradient is scattered into zeros."""
+    """``x[index]``, whose index is kept; the gradient is scattered into zeros."""
     nbytes = x.nbytes
     return Value(n, x.size, ops.new(n * x.size), ops.node([x.node], lambda grad: [ops.new(nbytes)]))
 
@@ -236,9 +245,11 @@ def _summed(ops: Ops, x: Value, n: float) -> Value:
     return Value(n, x.size, ops.new(n * x.size), ops.node([x.node], lambda grad: [grad]))
 
 
-def _view(ops: Ops, x: Value, n: float) -> Value:
+def _halves(ops: Ops, x: Value, n: float) -> tuple[Value, Value]:
+    """Two views of a tensor; their gradients are put together in a new one."""
     nbytes = x.nbytes
-    return Value(n, x.size, x.buffer, ops.node([x.node], lambda grad: [ops.new(nbytes)]))
+    joined = ops.node([x.node], lambda grad: [ops.new(nbytes)])
+    return Value(n, x.size, x.buffer, joined), Value(n, x.size, x.buffer, joined)
 
 
 def gathered(ops: Ops, part: Part, x: Value) -> Value:

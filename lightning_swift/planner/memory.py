@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from typing_extensions import override
+
 from lightning_swift.planner.activations import Layer, Step, profile
 from lightning_swift.planner.buffers import Buffers, buffers
-from lightning_swift.planner.settings import Job, Layout
+from lightning_swift.planner.settings import Job, Layout, arithmetic
 from lightning_swift.planner.states import Share, States, share, states
 
 __all__ = ["COMPONENTS", "Memory", "Point", "in_flight", "predict_memory", "requested_peak"]
@@ -149,19 +151,19 @@ def _points(job: Job, layout: Layout, part: Share, kept: States, stage: int) -> 
     if not part.last:
         step = replace(step, loss=0.0, loss_logits=0.0, loss_forward=0.0, kept=0.0, head_gradients=0.0)
     held = (flight - 1) * saved
-    policy = _Gradients(job, layout, part, kept, step)
+    scheduled = layout.strategy == "tp_pp"
+    policy = (
+        _Scheduled(job, layout, part, kept, step, stage) if scheduled else _Gradients(job, layout, part, kept, step)
+    )
     found = _forward_and_loss(step, part, sent, policy, held, saved)
     found += _backward(step, part, sent, policy, held)
     if part.first:
         found.append(_embedding(step, part, sent, policy, held))
-    found.append(
-        Point(
-            "the optimizer step",
-            policy.complete,
-            optimizer=kept.temporary,
-            communication=sent.always if layout.strategy == "tp_pp" else 0.0,
-        )
-    )
+    if sent.reduction:
+        gradients = policy.complete if scheduled else policy.at(policy.whole)
+        found.append(Point("the reduction of gradients", gradients, communication=sent.always + sent.reduction))
+    step_buffers = sent.always if layout.strategy == "zero3" else 0.0
+    found.append(Point("the optimizer step", kept.gradients, optimizer=kept.temporary, communication=step_buffers))
     return found
 
 
@@ -195,24 +197,62 @@ class _Gradients:
     """How many bytes of gradients are alive when the backward pass has come to some layer."""
 
     def __init__(self, job: Job, layout: Layout, part: Share, kept: States, step: Step) -> None:
+        # What the embedding's gradient is cast to for the reduction.
+        self.cast = 0.0
         self.frees = job.optimizer_in_backward or layout.strategy in ("fsdp", "zero2", "zero3")
         self.resident = layout.keeps_gradients
         self.complete = kept.gradients
         self.head = step.head_gradients
         self.tied_whole = job.shape.tied and layout.strategy == "fsdp"
-        whole = sum(layer.gradients for layer in _layers(step, part)) + step.head_gradients + step.embedding_gradient
+        self.whole = sum(layer.gradients for layer in _layers(step, part)) + step.head_gradients
+        self.whole += step.embedding_gradient if part.first else 0.0
         # Where gradients are sent away layer by layer, only this rank's share stays.
-        self._share = kept.gradients / whole if whole and self.frees else 1.0
+        self._share = kept.gradients / self.whole if self.whole and self.frees else 1.0
         self._accumulated = layout.accumulate > 1 and self.frees and not job.optimizer_in_backward
+        self._earlier, self._from_first = 0.0, False
+        if layout.strategy == "zero1":
+            # FP32 gradients are there all the time, and those of the pass wait until it is over.
+            self._share, self._earlier = 1.0, kept.gradients
+        elif layout.strategy in ("zero2", "zero3"):
+            # This rank's part is one buffer: there always, or (stage 2, one micro-batch) from the first reduction on.
+            self._from_first = layout.strategy == "zero2" and layout.accumulate == 1
+            self._accumulated = True
 
     def at(self, done: float) -> float:
         """Bytes when gradients of ``done`` bytes have been made before."""
-        if self.resident or self._accumulated:
+        if self.resident or (self._accumulated and (done or not self._from_first)):
             return self.complete
+        if self._from_first:
+            return 0.0
         if self.tied_whole:
             # One group with the embedding, whose gradients are sent at the very end.
             return self.head + max(done - self.head, 0.0) * self._share
-        return done * self._share
+        return done * self._share + self._earlier
+
+
+class _Scheduled(_Gradients):
+    """Those of a schedule: added up whole, in the dtype in which they are reduced after its last micro-batch."""
+
+    def __init__(self, job: Job, layout: Layout, part: Share, kept: States, step: Step, stage: int) -> None:
+        super().__init__(job, layout, part, kept, step)
+        if job.shape.tied and part.first and not part.last:
+            # The head of another stage has the other half of its gradient.
+            self.whole += job.shape.embedding * arithmetic(job, layout).weight
+        self._share = 2.0 if job.precision == "bf16-mixed" else 1.0
+        self._accumulated = layout.microbatches > in_flight(layout, stage)
+        self._earlier = kept.gradients if layout.accumulate > 1 else 0.0
+        self.complete = self.whole * self._share + self._earlier
+        # A weight that head and embedding share is one group with what is outermost, whose gradients are cast last.
+        self._waiting = self.head if job.shape.tied and part.first else 0.0
+        if self._share > 1 and not self._accumulated and not job.shape.tied:
+            self.cast = step.embedding_gradient * self._share
+
+    @override
+    def at(self, done: float) -> float:
+        if self._accumulated:
+            return self.complete
+        waiting = min(self._waiting, done)
+        return (done - waiting) * self._share + waiting + self._earlier
 
 
 def _forward_and_loss(
@@ -229,9 +269,11 @@ def _forward_and_loss(
         fresh = 0.0 if policy.resident else step.head_gradients
         activations = held + saved + step.loss - step.loss_logits - step.head_gradients
         gathered = sent.always + sent.loss
-        found.append(Point("the loss", before + fresh, activations, step.loss_logits, gathered))
+        longer = gathered + sent.held_longer
+        found.append(Point("the loss", before + fresh, activations, step.loss_logits, longer))
         cast = sum(step.cast[kind] for kind in part.kinds)
-        found.append(Point("the loss", before, held + saved + step.loss_forward + cast, 0.0, gathered))
+        forward = held + saved + step.loss_forward + cast
+        found.append(Point("the loss", before, forward, 0.0, gathered + sent.held))
         if sent.sending_head:
             gathered = sent.always + sent.ahead + sent.sending_head
             found.append(Point("the loss", before + fresh, held + saved, step.kept, gathered))
@@ -259,7 +301,7 @@ def _backward(step: Step, part: Share, sent: Buffers, policy: _Gradients, held: 
 
 def _embedding(step: Step, part: Share, sent: Buffers, policy: _Gradients, held: float) -> Point:
     layers = sum(layer.gradients for layer in _layers(step, part))
-    gradients = policy.at(step.head_gradients + layers) + step.embedding
+    gradients = policy.at(step.head_gradients + layers) + step.embedding + policy.cast
     if policy.resident:
         gradients = policy.complete + step.embedding
     return Point("the embedding's gradient", gradients, held, step.kept, sent.always + sent.embedding)

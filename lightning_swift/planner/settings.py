@@ -178,8 +178,7 @@ class Layout:
     @property
     def keeps_gradients(self) -> bool:
         """Gradients are there before the backward pass begins: buckets of DDP, or an earlier micro-batch."""
-        whole = self.strategy in ("ddp", "zero1", "tp_pp")
-        return self.strategy == "ddp" or (whole and (self.accumulate > 1 or self.microbatches > 1))
+        return self.strategy == "ddp" or (self.strategy == "zero1" and self.accumulate > 1)
 
 
 def arithmetic(job: Job, layout: Layout) -> Arithmetic:

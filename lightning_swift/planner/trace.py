@@ -17,12 +17,13 @@ from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.planner.memory import in_flight
 from lightning_swift.planner.settings import Job, Layout, arithmetic
 
-__all__ = ["Trace", "run_requests", "trace_layout", "trace_request"]
+__all__ = ["Trace", "depths_of", "extend", "run_requests", "trace_layout", "trace_request"]
 
 _DTYPES = {2: "bfloat16", 4: "float32"}
 _LIMIT = 300.0
-# Up to here all layers are traced where that is asked for; deeper models are extended from two and three.
-_SHORT = (2, 3)
+# Deeper models are extended from these. FSDP gathers and reduces across two layers' borders: there the second is the
+# last but one as well, and what it does in that place belongs to no line.
+_SHORT, _SHORT_SHARDED = (2, 3), (3, 4)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def trace_request(
     """
     _refuse(job, layout)
     math = arithmetic(job, layout)
-    sharded = layout.strategy == "fsdp"
+    sharded = layout.strategy in ("fsdp", "tp_pp")
     masters = sharded and job.precision == "bf16-mixed"
     kept_size = 4 if masters and job.trains_all else math.weight
     adapter = 4 if masters else (math.adapter.size if math.adapter else 2)
@@ -72,19 +73,35 @@ def trace_request(
         "adapter_dtype": _DTYPES[adapter],
         "lora_r": 0 if job.trains_all else job.lora_r,
         "dropout": job.dropout,
+        "dora": job.dora,
         "quantised": job.goal == "qlora",
         "checkpointing": layout.checkpointing,
         "loss": job.loss,
         "chunk": job.chunk,
         "optimizer": job.optimizer,
+        "optimizer_in_backward": job.optimizer_in_backward,
         "autocast": math.autocast,
-        "resident": layout.keeps_gradients or layout.accumulate > 1,
+        "resident": _is_resident(layout, stage),
         "precision": job.precision,
-        "ranks": layout.shard if sharded else 1,
+        "sharded": sharded,
+        "shard": layout.shard,
+        "replicate": layout.replicate,
+        "tensor": layout.tensor,
+        "sequence": layout.sequence,
+        "loss_parallel": layout.loss_parallel,
+        "scheduled": layout.strategy == "tp_pp",
+        "reshard": "auto" if layout.strategy == "fsdp" else False,
         "stage": _stage_name(layout, stage),
         "flight": int(in_flight(layout, stage)) if pipeline else 1,
         "fake": fake,
     }
+
+
+def _is_resident(layout: Layout, stage: int) -> bool:
+    """Gradients of an earlier micro-batch are there when memory is highest."""
+    if layout.strategy == "tp_pp":
+        return layout.microbatches > in_flight(layout, stage)
+    return layout.keeps_gradients or layout.accumulate > 1
 
 
 def _stage_name(layout: Layout, stage: int) -> str:
@@ -97,11 +114,10 @@ def _refuse(job: Job, layout: Layout) -> None:
     """What only the closed form covers."""
     reasons = {
         "ZeRO (DeepSpeed's own buffers)": layout.strategy.startswith("zero"),
-        "tensor parallelism": layout.tensor > 1,
+        "adapters under tensor parallelism": layout.tensor > 1 and not job.trains_all,
         "8-bit Adam": job.optimizer == "adamw_8bit",
-        "DoRA": job.dora,
         "offloading": layout.offload != "none",
-        "an optimizer in the backward pass": job.optimizer_in_backward,
+        "an optimizer in the backward pass of sharded weights": job.optimizer_in_backward and layout.strategy != "ddp",
     }
     found = [name for name, present in reasons.items() if present]
     if found:
@@ -139,12 +155,17 @@ def trace_layout(config: Mapping[str, Any], job: Job, layout: Layout) -> Trace:
         ConfigurationError: A layout that the trace does not know.
         ModelError: The trace failed.
     """
-    layers = job.shape.layers // layout.pipeline
-    depths = [layers] if layers <= max(_SHORT) else list(_SHORT)
+    layers, short = job.shape.layers // layout.pipeline, depths_of(layout)
+    depths = [layers] if layers <= max(short) else list(short)
     results = run_requests([trace_request(config, job, layout, layers=depth) for depth in depths])
     sections = extend([result["sections"] for result in results], depths, layers)
     where = max(sections, key=lambda name: sections[name])
     return Trace(sections[where], where, sections)
+
+
+def depths_of(layout: Layout) -> tuple[int, int]:
+    """Numbers of layers that tell the rest."""
+    return _SHORT_SHARDED if layout.strategy in ("fsdp", "tp_pp") else _SHORT
 
 
 def extend(sections: list[dict[str, int]], depths: list[int], layers: int) -> dict[str, float]:

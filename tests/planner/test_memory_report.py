@@ -51,12 +51,14 @@ def test_a_run_is_predicted_recorded_and_explained() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_SWIFT_CALIBRATION"] = str(Path(folder) / "memory.json")
         report = MemoryReport()
-        trainer(DDPBF16Strategy(), report).fit(CausalLM(tiny()), batches())
+        module = CausalLM(tiny(), optimizer="adamw_fused", loss="chunked", loss_chunk=16)
+        trainer(DDPBF16Strategy(), report).fit(module, batches())
         assert report.predicted is not None
         assert report._asked is not None
         job, layout = report._asked
         assert (layout.strategy, layout.batch, layout.checkpointing) == ("ddp", 2, "full")
         assert (job.length, job.goal, job.precision) == (32, "full", "bf16-mixed")
+        assert (job.optimizer, job.loss, job.chunk) == ("adamw_fused", "chunked", 16)
         # No GPU, no measurement.
         assert not (Path(folder) / "memory.json").exists()
         report.keep(1.1 * report.predicted.requested)
@@ -77,7 +79,10 @@ def test_a_run_is_predicted_recorded_and_explained() -> None:
 def test_swift_auto_hands_over_to_what_the_planner_chooses() -> None:
     report = MemoryReport()
     run = trainer("swift_auto", report)
+    given = run.strategy
     run.fit(CausalLM(tiny()), batches())
+    # The same object, so that whoever held it before has the strategy that runs.
+    assert run.strategy is given
     assert type(run.strategy) is DDPBF16Strategy
     assert run.global_step == 1
 

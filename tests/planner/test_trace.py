@@ -6,97 +6,111 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planner_real import growth_of
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.planner.memory import requested_peak
 from lightning_swift.planner.settings import Job, Layout
-from lightning_swift.planner.trace import extend, run_requests, trace_layout, trace_request
+from lightning_swift.planner.states import share
+from lightning_swift.planner.trace import extend, run_requests, trace_request
 from tests.planner.jobs import job, tiny
 
 # What issue and README promise: 5 % at worst. The two engines share no code, and every case here is far closer.
 _WORST = 0.02
-# The promise for FSDP2. A tied embedding in a tiny model is 2.9 % off.
+# The promise for FSDP2, tensor parallelism and stages. In a tiny model what is not modelled weighs more.
 _WORST_SHARDED = 0.03
 _PURE: dict[str, Any] = {"precision": "bf16-true", "optimizer": "adamw_fused"}
+_CUT: dict[str, Any] = {"sequence": True, "loss_parallel": True}
+# Of a size that is cut into stages: in a stage of 20 MB the few tensors that are not modelled are 3.5 %.
+_DEEP = tiny(num_hidden_layers=8, hidden_size=2048, intermediate_size=5504, vocab_size=32000)
+_PIPELINE = {"batch": 16, "pipeline": 4, "microbatches": 16, "checkpointing": "full"}
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
-    "full": (tiny(), {"length": 1024, **_PURE}, Layout("ddp")),
-    "mixed": (tiny(), {"length": 1024, "optimizer": "adamw"}, Layout("ddp", batch=2)),
-    "kept": (tiny(), {"length": 512, "loss": "huggingface_kept", **_PURE}, Layout("ddp", checkpointing="full")),
-    "chunked": (tiny(), {"length": 2048, "loss": "chunked", "chunk": 256}, Layout("ddp", checkpointing="selective")),
-    "lora": (tiny(), {"length": 1024, "goal": "lora"}, Layout("ddp")),
-    "qlora": (tiny(), {"length": 1024, "goal": "qlora", **_PURE}, Layout("ddp", checkpointing="full")),
-    "dropout": (tiny(), {"length": 1024, "goal": "lora", "dropout": True}, Layout("ddp", checkpointing="selective")),
-    "tied": (tiny(tie_word_embeddings=True), {"length": 1024}, Layout("ddp")),
-    "qwen2": (tiny(model_type="qwen2"), {"length": 1024, **_PURE}, Layout("ddp")),
-    "qwen3": (tiny(model_type="qwen3", head_dim=64), {"length": 1024}, Layout("ddp", checkpointing="full")),
-    "gemma2": (tiny(model_type="gemma2", head_dim=32, tie_word_embeddings=True), {"length": 1024}, Layout("ddp")),
-    "gemma3": (tiny(model_type="gemma3_text", head_dim=32), {"length": 1024, **_PURE}, Layout("ddp")),
-    "fsdp": (tiny(), {"length": 1024, "gpus": 8}, Layout("fsdp", shard=8)),
-    "fsdp tied": (tiny(tie_word_embeddings=True), {"length": 256, "gpus": 8}, Layout("fsdp", shard=8)),
-    "fsdp lora": (tiny(), {"length": 1024, "gpus": 8, "goal": "lora"}, Layout("fsdp", shard=8, checkpointing="full")),
+# Name: configuration, question, layout, stage.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout, int]] = {
+    "full": (tiny(), {"length": 1024, **_PURE}, Layout("ddp"), 0),
+    "mixed": (tiny(), {"length": 1024, "optimizer": "adamw"}, Layout("ddp", batch=2), 0),
+    "kept": (tiny(), {"length": 512, "loss": "huggingface_kept", **_PURE}, Layout("ddp", checkpointing="full"), 0),
+    "chunked": (tiny(), {"length": 2048, "loss": "chunked", "chunk": 256}, Layout("ddp", checkpointing="selective"), 0),
+    "lora": (tiny(), {"length": 1024, "goal": "lora"}, Layout("ddp"), 0),
+    "qlora": (tiny(), {"length": 1024, "goal": "qlora", **_PURE}, Layout("ddp", checkpointing="full"), 0),
+    "dropout": (tiny(), {"goal": "lora", "dropout": True}, Layout("ddp", checkpointing="selective"), 0),
+    "dora": (
+        tiny(),
+        {"length": 256, "goal": "lora", "dora": True, "loss": "chunked", "chunk": 64},
+        Layout("ddp", checkpointing="full"),
+        0,
+    ),
+    "tied": (tiny(tie_word_embeddings=True), {"length": 1024}, Layout("ddp"), 0),
+    "in backward": (tiny(), {"length": 512, "optimizer_in_backward": True}, Layout("ddp", checkpointing="full"), 0),
+    "qwen2": (tiny(model_type="qwen2"), {"length": 1024, **_PURE}, Layout("ddp"), 0),
+    "qwen3": (tiny(model_type="qwen3", head_dim=64), {"length": 1024}, Layout("ddp", checkpointing="full"), 0),
+    "gemma2": (tiny(model_type="gemma2", head_dim=32, tie_word_embeddings=True), {"length": 1024}, Layout("ddp"), 0),
+    "gemma3": (tiny(model_type="gemma3_text", head_dim=32), {"length": 1024, **_PURE}, Layout("ddp"), 0),
+    "mixtral": (tiny(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2), _PURE, Layout("ddp"), 0),
+    "fsdp": (tiny(), {"length": 1024, "gpus": 8}, Layout("fsdp", shard=8), 0),
+    "fsdp tied": (tiny(tie_word_embeddings=True), {"length": 256, "gpus": 8}, Layout("fsdp", shard=8), 0),
+    "fsdp lora": (tiny(), {"gpus": 8, "goal": "lora"}, Layout("fsdp", shard=8, checkpointing="full"), 0),
+    "hybrid": (tiny(), {"gpus": 8, "nodes": 128}, Layout("fsdp", shard=8, replicate=128, checkpointing="full"), 0),
+    "tensor": (_DEEP, {"gpus": 8}, Layout("tp_pp", tensor=2, shard=4, checkpointing="full", **_CUT), 0),
+    "stage 1": (_DEEP, {"gpus": 4, **_PURE}, Layout("tp_pp", **_PIPELINE), 0),
+    "stage 4": (_DEEP, {"gpus": 4, **_PURE}, Layout("tp_pp", **_PIPELINE), 3),
+    "cut stage 1": (_DEEP, {"gpus": 8, "nodes": 2}, Layout("tp_pp", tensor=2, shard=2, **_PIPELINE, **_CUT), 0),
+    "cut stage 3": (_DEEP, {"gpus": 8, "nodes": 2}, Layout("tp_pp", tensor=2, shard=2, **_PIPELINE, **_CUT), 2),
 }
+_UNKNOWN = tiny(model_type="olmo2", num_hidden_layers=7)
+_REAL = tiny(num_hidden_layers=4, hidden_size=512, intermediate_size=1376, vocab_size=32000)
 
 
-def question(name: str) -> tuple[dict[str, Any], Job, Layout]:
-    config, changes, layout = CASES[name]
-    return config, job(config, **changes), layout
+def question(name: str) -> tuple[Job, Layout, dict[str, Any]]:
+    config, changes, layout, stage = CASES[name]
+    asked = job(config, **changes)
+    return (
+        asked,
+        layout,
+        trace_request(config, asked, layout, layers=len(share(asked, layout, stage).kinds), stage=stage),
+    )
 
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, float]:
-    requests = []
-    for name in CASES:
-        config, asked, layout = question(name)
-        requests.append(trace_request(config, asked, layout, layers=asked.shape.layers))
-    return {name: max(result["sections"].values()) for name, result in zip(CASES, run_requests(requests), strict=True)}
+    # All in one process: starting one costs more than ten of them.
+    requests = {name: question(name)[2] for name in CASES}
+    unknown = job(_UNKNOWN, length=512, **_PURE)
+    for depth in (2, 3, 7):
+        layout = Layout("ddp", checkpointing="full")
+        requests[f"unknown {depth}"] = trace_request(_UNKNOWN, unknown, layout, layers=depth)
+    requests["real"] = _real(fake=True)
+    found = run_requests(list(requests.values()))
+    return {name: result["sections"] for name, result in zip(requests, found, strict=True)}
+
+
+def _real(*, fake: bool) -> dict[str, Any]:
+    asked = job(_REAL, length=256, precision="32-true", optimizer="adamw_fused")
+    return trace_request(_REAL, asked, Layout("ddp", checkpointing="full"), layers=4, fake=fake)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_closed_form(traced: dict[str, float], name: str) -> None:
-    _, asked, layout = question(name)
-    worst = _WORST_SHARDED if layout.strategy == "fsdp" else _WORST
-    assert requested_peak(asked, layout) == pytest.approx(traced[name], rel=worst)
+def test_closed_form(traced: dict[str, Any], name: str) -> None:
+    asked, layout, _ = question(name)
+    worst = _WORST if layout.strategy == "ddp" else _WORST_SHARDED
+    assert requested_peak(asked, layout, CASES[name][3]) == pytest.approx(max(traced[name].values()), rel=worst)
 
 
 @pytest.mark.slow
-def test_real_tensors_take_what_fake_ones_do() -> None:
-    config = tiny()
-    requests = []
-    for layout in (Layout("ddp"), Layout("ddp", checkpointing="full")):
-        asked = job(config, length=256, precision="32-true", optimizer="adamw_fused")
-        requests += [trace_request(config, asked, layout, layers=2, fake=fake) for fake in (True, False)]
-    peaks = [max(result["sections"].values()) for result in run_requests(requests)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
-    assert peaks[2] == pytest.approx(peaks[3], rel=0.02)
+def test_real_tensors_take_what_fake_ones_do(traced: dict[str, Any]) -> None:
+    growth, counted = growth_of(_real(fake=False))
+    fake = max(traced["real"].values())
+    # The promises; tables in benchmarks/results/planner.md are closer.
+    assert fake == pytest.approx(counted, rel=0.02)
+    assert growth == pytest.approx(fake, rel=0.06)
 
 
 @pytest.mark.slow
-def test_two_and_three_layers_tell_the_rest_of_an_unknown_architecture() -> None:
-    config = tiny(model_type="olmo2", num_hidden_layers=7)
-    asked = job(config, length=512, **_PURE)
-    assert not asked.shape.known
-    layout = Layout("ddp", checkpointing="full")
-    extended = trace_layout(config, asked, layout)
-    (whole,) = run_requests([trace_request(config, asked, layout, layers=7)])
+def test_two_and_three_layers_tell_the_rest_of_an_unknown_architecture(traced: dict[str, Any]) -> None:
+    assert not job(_UNKNOWN).shape.known
+    found = extend([traced["unknown 2"], traced["unknown 3"]], [2, 3], 7)
     # Memory is linear in equal layers; what is left are the few bytes that are rounded to 512.
-    assert extended.requested == pytest.approx(max(whole["sections"].values()), rel=1e-3)
-
-
-@pytest.mark.slow
-def test_stages_of_a_pipeline() -> None:
-    # Of a size that is cut into stages: in a stage of 20 MB the few tensors that are not modelled are 3.5 %.
-    config = tiny(num_hidden_layers=8, hidden_size=2048, intermediate_size=5504, vocab_size=32000)
-    asked = job(config, gpus=4, length=2048, **_PURE)
-    layout = Layout("tp_pp", batch=8, pipeline=4, microbatches=8, checkpointing="full")
-    from lightning_swift.planner.buffers import buffers
-    from lightning_swift.planner.states import share
-
-    requests = [trace_request(config, asked, layout, layers=2, stage=stage) for stage in range(4)]
-    for stage, result in enumerate(run_requests(requests)):
-        # Weights that FSDP2 keeps gathered are not in this trace.
-        closed = requested_peak(asked, layout, stage) - buffers(asked, layout, share(asked, layout, stage)).always
-        assert closed == pytest.approx(max(result["sections"].values()), rel=0.03)
+    assert max(found.values()) == pytest.approx(max(traced["unknown 7"].values()), rel=1e-3)
 
 
 def test_sections_are_extended_along_a_line() -> None:
