@@ -12,7 +12,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
-from tests.harness.kernels import background_build
+from tests.harness.kernels import background_build, wait_for_kernels
 from tests.harness.ranks import run_ranks
 
 
@@ -33,6 +33,12 @@ def warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@pytest.fixture(scope="session")
+def ops() -> None:
+    """What every test that starts an engine of DeepSpeed needs, before any deadline of its own."""
+    wait_for_kernels()
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def _run(arguments: list[str], folder: str, output: str, env: dict[str, str]) ->
     # Only what the command itself registers is run at its end.
     atexit._clear()
     start = _twin(arguments)
-    from lightning.fabric.strategies.launchers import subprocess_script
+    from lightning.pytorch.strategies.launchers import subprocess_script
 
     subprocess_script.subprocess = SimpleNamespace(Popen=start)  # type: ignore[attr-defined]
     _end(arguments)
@@ -114,7 +114,11 @@ class _Child:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                # The observer's thread was first.
+                return self.returncode
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 

@@ -7,19 +7,31 @@ from contextlib import contextmanager
 
 from tests.harness import ranks as harness
 
+# Seconds: a machine that has never run DeepSpeed compiles for two minutes, a busy one for much longer.
+DEADLINE = 1800.0
 
-def _compile() -> None:
-    from lightning_swift.errors import ConfigurationError
+
+def wait_for_kernels() -> None:
+    """Return when those of ZeRO on CPUs are there, which whoever comes first compiles."""
+    harness.run_ranks(_compile, 1, ("cpu",), deadline=DEADLINE)
+
+
+def _compile(offload: str) -> None:
     from lightning_swift.strategies._zero_engine import choose_accelerator
     from lightning_swift.strategies._zero_ops import ops_for, prepare_ops
 
     choose_accelerator("cpu")
-    for op in ops_for(device_type="cpu", offload="nvme"):
-        try:
-            prepare_ops([op])
-        except ConfigurationError:
-            # The test that needs it says what is missing.
-            continue
+    prepare_ops(ops_for(device_type="cpu", offload=offload))
+
+
+def _compile_all() -> None:
+    from lightning_swift.errors import ConfigurationError
+
+    try:
+        _compile("nvme")
+    except ConfigurationError:
+        # The test that needs what cannot be compiled says why.
+        return
 
 
 @contextmanager
@@ -28,7 +40,7 @@ def background_build() -> Iterator[None]:
 
     Leaving waits for the end: a build that is killed leaves its lock behind.
     """
-    process = harness._context.Process(target=_compile)
+    process = harness._context.Process(target=_compile_all)
     process.start()
     try:
         yield

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness.models import VOCAB, Tokens, UserModule, loader, quiet_trainer, tiny_model
 
+_Result = TypeVar("_Result")
 STEPS = 20
 BATCH = 4
 
@@ -154,6 +156,19 @@ def micro_batches(step: int, *, world: int, accumulate: int = 1, batch: int = BA
     return [[x[indices[rank::world]] for rank in range(world)] for indices in micro]
 
 
+def on_first_rank(compute: Callable[..., _Result]) -> Callable[..., _Result]:
+    """A reference needs no second process: the first rank computes it, the others wait for what it has found."""
+
+    @functools.wraps(compute)
+    def run(*args: Any, **kwargs: Any) -> _Result:
+        found: list[Any] = [compute(*args, **kwargs) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    return run
+
+
+@on_first_rank
 def single_process(
     model: nn.Module,
     *,
@@ -185,6 +200,7 @@ def single_process(
     return losses, first, norms
 
 
+@on_first_rank
 def bf16_emulator(
     kind: str, *, world: int, steps: int = STEPS, accumulate: int = 1, synchronised: bool = True, **config: Any
 ) -> list[list[float]]:

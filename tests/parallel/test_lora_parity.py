@@ -16,7 +16,7 @@ from lightning_swift.models.lazy import lazy_pretrained
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from tests.harness.models import Tokens, UserModule, loader, quiet_trainer, save_tiny_model, tiny_model
 from tests.harness.ranks import ranks
-from tests.parallel.references import BATCH, fit, mean_losses, micro_batches, single_process
+from tests.parallel.references import BATCH, fit, mean_losses, micro_batches, on_first_rank, single_process
 from tests.parallel.test_parity import assert_gradients, close
 
 SETTINGS = {
@@ -93,6 +93,7 @@ def test_fp32_is_ddp_over_a_peft_model_bit_for_bit() -> None:
         assert any(weight.any() for parameter, weight in recorded.weights.items() if "lora_B" in parameter)
 
 
+@on_first_rank
 def bf16_emulator(name: str, *, world: int, steps: int) -> list[list[float]]:
     """By hand in one process: a frozen base and a copy of the adapters in bfloat16, masters of these in float32."""
     master = peft_model(tiny_model().train(), name)
