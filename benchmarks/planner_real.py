@@ -35,10 +35,11 @@ _SMALL = {
 _LARGER = {**_SMALL, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
 # What the first pass through every kernel allocates once and keeps is none of the step's memory.
 _WARM = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+_CHUNKED = {"length": 1024, "loss": "chunked", "chunk": 256}
 _CASES: tuple[tuple[str, dict[str, Any], dict[str, Any], Layout], ...] = (
     ("full", _SMALL, {"length": 256}, Layout("ddp")),
     ("full, checkpointing", _SMALL, {"length": 512}, Layout("ddp", batch=2, checkpointing="full")),
-    ("chunked loss, checkpointing", _SMALL, {"loss": "chunked", "chunk": 256}, Layout("ddp", checkpointing="full")),
+    ("chunked loss, checkpointing", _SMALL, _CHUNKED, Layout("ddp", checkpointing="full")),
     ("LoRA", _LARGER, {"length": 512, "goal": "lora"}, Layout("ddp")),
     ("LoRA, checkpointing", _LARGER, {"length": 512, "goal": "lora"}, Layout("ddp", batch=2, checkpointing="full")),
 )

@@ -119,7 +119,8 @@ class StorageEvents(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_iter(out):
-            if isinstance(leaf, torch.Tensor):
+            # What is made on the meta device (a fake tensor says another) takes no memory.
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 for storage in _storages(leaf):
                     self._see(storage)
         return out

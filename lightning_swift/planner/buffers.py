@@ -15,6 +15,7 @@ __all__ = ["Buffers", "buckets", "buffers"]
 
 # DeepSpeed's own default where the written configuration is silent.
 _DEFAULT_ALLGATHER = 500_000_000
+_DEFAULT_GROUP = 1_000_000_000
 # stage3_max_reuse_distance of DeepSpeed, elements: weights needed again that soon stay gathered.
 _REUSE = 1_000_000_000
 _LEAST_BUCKET = 1 << 20
@@ -40,6 +41,7 @@ class Buffers:
         sending_head: The same of the head, kept while the last layer's backward runs.
         embedding: When the embedding's gradient is sent, or made, whichever is more, without that gradient.
         whole: Part of the gradients that stays whole on every rank until the end of the backward pass.
+        step: What the strategy adds to the update.
         reduction: After the last micro-batch of a schedule: copies of the gradients of one group on their way.
     """
 
@@ -57,6 +59,7 @@ class Buffers:
     embedding: float = 0.0
     whole: bool = False
     reduction: float = 0.0
+    step: float = 0.0
 
 
 def buffers(job: Job, layout: Layout, part: Share) -> Buffers:
@@ -155,7 +158,16 @@ def _zero2(job: Job, layout: Layout, part: Share) -> Buffers:
         sending=waiting + cast * max(bucket["reduce"], large),
         sending_head=waiting + cast * (part.head if trains else 0.0),
         embedding=waiting + cast * (part.embedding if trains else 0.0),
+        step=_norm_in_double(job, layout, part),
     )
+
+
+def _norm_in_double(job: Job, layout: Layout, part: Share) -> float:
+    """DeepSpeed takes the norm of one parameter's gradient at a time, as far as it is this rank's, in 64 bits."""
+    trained = part.base if job.trains_all else part.adapters
+    ends = max(part.embedding, part.head) if job.trains_all else 0.0
+    largest = min(max(_largest_matrix(job, part), ends), trained / layout.shard)
+    return 8.0 * largest if layout.offload == "none" else 0.0
 
 
 def _largest_matrix(job: Job, part: Share) -> float:
@@ -177,6 +189,8 @@ def _zero3(job: Job, layout: Layout, part: Share) -> Buffers:
     # Around the turn from forward to backward, layers within half the reuse distance stay gathered.
     live = min(total, max(_REUSE / 2 * size, layer))
     end = max(part.head, part.embedding) * size
+    # The update puts the gradients of one group of parameters together, where the optimizer is.
+    group = min(bucket["group"], (part.base if job.trains_all else part.adapters) / layout.shard) * reduced
     # A gradient larger than the bucket is cast, and cut into the parts of all ranks, by itself.
     large = _largest_matrix(job, part)
     alone = 2 * reduced if job.trains_all else 0
@@ -190,6 +204,7 @@ def _zero3(job: Job, layout: Layout, part: Share) -> Buffers:
         sending=alone * large if large > bucket["reduce"] else bucket["reduce"] * reduced,
         sending_head=alone * part.head,
         embedding=end + alone * part.embedding,
+        step=bucket["reduce"] * reduced + (group if layout.offload == "none" else 0.0),
     )
 
 
@@ -202,6 +217,7 @@ def buckets(job: Job, layout: Layout) -> dict[str, float]:
     prefetch = _size(written.get("stage3_prefetch_bucket_size"), automatic["prefetch"])
     gather = _size(written.get("allgather_bucket_size"), _DEFAULT_ALLGATHER)
     return {
+        "group": _size(written.get("sub_group_size"), _DEFAULT_GROUP),
         "reduce": layout.reduce_bucket or reduce,
         "overlap": 2 if written.get("overlap_comm", True) else 1,
         "prefetch": layout.prefetch_bucket or prefetch,

@@ -162,8 +162,7 @@ def _points(job: Job, layout: Layout, part: Share, kept: States, stage: int) -> 
     if sent.reduction:
         gradients = policy.complete if scheduled else policy.at(policy.whole)
         found.append(Point("the reduction of gradients", gradients, communication=sent.always + sent.reduction))
-    step_buffers = sent.always if layout.strategy == "zero3" else 0.0
-    found.append(Point("the optimizer step", kept.gradients, optimizer=kept.temporary, communication=step_buffers))
+    found.append(Point("the optimizer step", kept.gradients, optimizer=kept.temporary, communication=sent.step))
     return found
 
 
