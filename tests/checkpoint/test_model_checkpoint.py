@@ -47,7 +47,7 @@ def weights(trainer: L.Trainer) -> dict[str, str]:
 @ranks(2)
 def test_top_k_by_a_logged_value_keeps_the_best(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path, monitor="loss", mode="min", save_top_k=2, every_n_train_steps=1)
-    fit(Scheduled(), steps=6, callbacks=[callback], enable_checkpointing=True)
+    fit(Scheduled(layers=1), steps=6, callbacks=[callback], enable_checkpointing=True)
     assert len(names(tmp_path)) == 2
     assert sorted(Path(path).name for path in callback.best_k_models) == names(tmp_path)
     for name in names(tmp_path):
@@ -57,32 +57,32 @@ def test_top_k_by_a_logged_value_keeps_the_best(tmp_path: Path) -> None:
 @ranks(2)
 def test_save_last_is_replaced_as_a_whole_and_resumed(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path, monitor="step", mode="max", save_last=True, every_n_train_steps=3)
-    whole = digests(fit(Scheduled(), steps=6, callbacks=[callback], enable_checkpointing=True))
+    whole = digests(fit(Scheduled(layers=1), steps=6, callbacks=[callback], enable_checkpointing=True))
     assert read_manifest(tmp_path / "last.ckpt").global_step == 6
     assert names(tmp_path) == ["epoch=1-step=6.ckpt", "last.ckpt"]
-    again = fit(Scheduled(), steps=6, ckpt_path=tmp_path / "last.ckpt")
+    again = fit(Scheduled(layers=1), steps=6, ckpt_path=tmp_path / "last.ckpt")
     assert digests(again) == whole
 
 
 @ranks(2)
 def test_save_last_as_a_link(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path, monitor="step", mode="max", save_last="link", every_n_train_steps=2)
-    whole = digests(fit(Scheduled(), steps=6, callbacks=[callback], enable_checkpointing=True))
+    whole = digests(fit(Scheduled(layers=1), steps=6, callbacks=[callback], enable_checkpointing=True))
     assert (tmp_path / "last.ckpt").readlink() == Path("epoch=1-step=6.ckpt")
     assert names(tmp_path) == ["epoch=1-step=6.ckpt", "last.ckpt"]
-    assert digests(fit(Scheduled(), steps=6, ckpt_path=tmp_path / "last.ckpt")) == whole
+    assert digests(fit(Scheduled(layers=1), steps=6, ckpt_path=tmp_path / "last.ckpt")) == whole
 
 
 @ranks(2)
 def test_weights_alone_start_a_fit_afresh(tmp_path: Path) -> None:
-    first = fit(Momentum(), steps=3)
+    first = fit(Momentum(layers=1), steps=3)
     first.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
     assert read_manifest(tmp_path / "w.ckpt").weights_only
     assert not any(name.startswith("optimizer") for name in read_manifest(tmp_path / "w.ckpt").tensors)
     # No step left to take: what has been loaded can be looked at.
-    loaded = fit(Momentum(), steps=0, ckpt_path=tmp_path / "w.ckpt")
+    loaded = fit(Momentum(layers=1), steps=0, ckpt_path=tmp_path / "w.ckpt")
     assert weights(loaded) == weights(first)
-    module = Momentum()
+    module = Momentum(layers=1)
     trainer = fit(module, steps=2, ckpt_path=tmp_path / "w.ckpt")
     assert trainer.global_step == 2
     assert len(module.losses) == 2
@@ -93,9 +93,9 @@ def test_weights_alone_start_a_fit_afresh(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_evaluation_loads_the_weights(tmp_path: Path) -> None:
-    trained = fit(Scheduled(), steps=3, save=tmp_path / "a.ckpt")
+    trained = fit(Scheduled(layers=1), steps=3, save=tmp_path / "a.ckpt")
     for run in ("validate", "test", "predict"):
-        module = Evaluated(lr=1.0)
+        module = Evaluated(lr=1.0, layers=1)
         trainer = quiet_trainer(strategy=FSDPBF16Strategy("32-true"))
         getattr(trainer, run)(
             module, batches(), ckpt_path=tmp_path / "a.ckpt", **({"verbose": False} if run != "predict" else {})
@@ -119,11 +119,11 @@ def test_newest_starts_afresh_then_resumes_and_evaluation_without_one_is_an_erro
     def callback() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / "run", every_n_train_steps=3, save_top_k=-1)
 
-    first = Hooked()
+    first = Hooked(layers=1)
     fit(first, steps=3, ckpt_path="newest", callbacks=[callback()], enable_checkpointing=True)
     assert first.loads == 0
     assert len(first.losses) == 3
-    second = Hooked()
+    second = Hooked(layers=1)
     trainer = fit(second, steps=6, ckpt_path="newest", callbacks=[callback()], enable_checkpointing=True)
     assert second.loads == 1
     assert len(second.losses) == 3
@@ -133,9 +133,9 @@ def test_newest_starts_afresh_then_resumes_and_evaluation_without_one_is_an_erro
     empty = ModelCheckpoint(tmp_path / "none")
     trainer = quiet_trainer(strategy=FSDPBF16Strategy("32-true"), callbacks=[empty], enable_checkpointing=True)
     with pytest.raises(CheckpointNotFoundError, match=r"none: there is no whole checkpoint\."):
-        trainer.validate(Hooked(), batches(), ckpt_path="newest", verbose=False)
+        trainer.validate(Hooked(layers=1), batches(), ckpt_path="newest", verbose=False)
     with pytest.raises(ConfigurationError, match="the Trainer has none"):
-        fit(Hooked(), steps=1, ckpt_path="newest")
+        fit(Hooked(layers=1), steps=1, ckpt_path="newest")
 
 
 class Hooked(Scheduled):
@@ -155,10 +155,16 @@ def test_a_fit_from_an_earlier_step_is_a_branch_with_a_run_of_its_own(tmp_path: 
     def callback() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
 
-    fit(Scheduled(), steps=3, callbacks=[callback()], enable_checkpointing=True)
-    fit(Scheduled(), steps=2, ckpt_path=tmp_path / "step=1.ckpt", callbacks=[callback()], enable_checkpointing=True)
+    fit(Scheduled(layers=1), steps=3, callbacks=[callback()], enable_checkpointing=True)
+    fit(
+        Scheduled(layers=1),
+        steps=2,
+        ckpt_path=tmp_path / "step=1.ckpt",
+        callbacks=[callback()],
+        enable_checkpointing=True,
+    )
     assert names(tmp_path) == ["step=1.ckpt", "step=2-v1.ckpt", "step=2.ckpt", "step=3.ckpt"]
-    resumed = fit(Scheduled(), steps=2, ckpt_path="newest", callbacks=[callback()], enable_checkpointing=True)
+    resumed = fit(Scheduled(layers=1), steps=2, ckpt_path="newest", callbacks=[callback()], enable_checkpointing=True)
     assert Path(str(resumed.ckpt_path)).name == "step=2-v1.ckpt"
 
 
@@ -193,10 +199,10 @@ def test_names_that_the_user_trims_or_renames_are_respected(tmp_path: Path) -> N
 @ranks(2)
 def test_a_model_that_has_grown_loads_partly_only_when_it_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    fit(UserModule(), steps=3, save=path)
+    fit(UserModule(layers=1), steps=3, save=path)
     with pytest.raises(CheckpointMismatchError, match=r"6 missing .*model\.head\.bias.*nothing was loaded|model\.head"):
-        fit(Unused(), steps=6, ckpt_path=path)
-    module = Unused()
+        fit(Unused(layers=1), steps=6, ckpt_path=path)
+    module = Unused(layers=1)
     module.strict_loading = False
     fit(module, steps=6, ckpt_path=path)
     assert len(module.losses) == 3
@@ -275,7 +281,7 @@ def test_an_ordinary_file_is_a_start(tmp_path: Path) -> None:
         write_plain_file(tmp_path / "weights.ckpt", weights_only=True)
     torch.distributed.barrier()
     plain = torch.load(path, weights_only=True)
-    module = Scheduled("qwen3")
+    module = Scheduled("qwen3", layers=1)
     trainer = fit(module, steps=3, ckpt_path=path)
     assert trainer.global_step == 3
     assert module.losses == []
@@ -285,7 +291,7 @@ def test_an_ordinary_file_is_a_start(tmp_path: Path) -> None:
         saved = plain["optimizer_states"][0]["state"][number]["exp_avg_sq"]
         assert torch.equal(own[f"state.{name}.exp_avg_sq"].full_tensor(), saved)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
-    fresh = fit(Scheduled("qwen3"), steps=1, ckpt_path=tmp_path / "weights.ckpt")
+    fresh = fit(Scheduled("qwen3", layers=1), steps=1, ckpt_path=tmp_path / "weights.ckpt")
     assert fresh.global_step == 1
 
 
@@ -295,7 +301,7 @@ def write_plain_file(path: Path, *, weights_only: bool) -> None:
     kept |= {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TORCHELASTIC")}
     try:
         trainer = quiet_trainer(max_steps=3, devices=1, strategy="auto")
-        trainer.fit(Scheduled("qwen3"), loader(Tokens(24), batch_size=8))
+        trainer.fit(Scheduled("qwen3", layers=1), loader(Tokens(24), batch_size=8))
         trainer.save_checkpoint(path, weights_only=weights_only)
     finally:
         os.environ.update(kept)
@@ -308,13 +314,13 @@ def test_a_sharded_directory_of_lightnings_own_is_refused_with_the_way_out(tmp_p
         torch.save({"epoch": 1}, tmp_path / "theirs.ckpt" / "meta.pt")
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match=r"of another strategy.*consolidate_checkpoint"):
-        fit(UserModule(), steps=1, ckpt_path=tmp_path / "theirs.ckpt")
+        fit(UserModule(layers=1), steps=1, ckpt_path=tmp_path / "theirs.ckpt")
 
 
 @ranks(2)
 def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    fit(UserModule(), steps=1, save=path)
+    fit(UserModule(layers=1), steps=1, save=path)
     if os.environ["RANK"] == "0":
         with (path / "__1_0.distcp").open("r+b") as file:
             file.seek(5000)
@@ -323,12 +329,12 @@ def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path) -> None:
             file.write(bytes([byte[0] ^ 1]))
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is not as it was saved"):
-        fit(UserModule(), steps=2, ckpt_path=path)
+        fit(UserModule(layers=1), steps=2, ckpt_path=path)
 
 
 @ranks(2)
 def test_hugging_face_files_go_with_the_checkpoint(tmp_path: Path) -> None:
-    fit(Scheduled("qwen3"), steps=1, save=tmp_path / "a.ckpt")
+    fit(Scheduled("qwen3", layers=1), steps=1, save=tmp_path / "a.ckpt")
     manifest = read_manifest(tmp_path / "a.ckpt")
     assert manifest.huggingface == "model"
     assert {"huggingface/config.json", "huggingface/generation_config.json"} <= manifest.files.keys()
@@ -340,9 +346,9 @@ def test_hugging_face_files_go_with_the_checkpoint(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_a_name_that_is_taken_is_an_error_but_no_training_is_lost(tmp_path: Path) -> None:
-    fit(Scheduled(), steps=1, save=tmp_path / "final.ckpt")
+    fit(Scheduled(layers=1), steps=1, save=tmp_path / "final.ckpt")
     before = read_manifest(tmp_path / "final.ckpt")
-    trainer = fit(Scheduled(), steps=2)
+    trainer = fit(Scheduled(layers=1), steps=2)
     with pytest.raises(CheckpointError, match=r"another run .*Saved as final-v1\.ckpt instead"):
         trainer.save_checkpoint(tmp_path / "final.ckpt")
     assert names(tmp_path) == ["final-v1.ckpt", "final.ckpt"]
@@ -366,13 +372,13 @@ class Counted(L.LightningDataModule):
 
 @ranks(2)
 def test_the_data_module_tells_how_many_samples_were_seen(tmp_path: Path) -> None:
-    fit(UserModule(), steps=1, save=tmp_path / "a.ckpt", data=Counted())
+    fit(UserModule(layers=1), steps=1, save=tmp_path / "a.ckpt", data=Counted())
     assert read_manifest(tmp_path / "a.ckpt").samples_seen == 17
 
 
 @ranks(2)
 def test_only_checkpoints_are_removed_and_options_of_other_writers_refused(tmp_path: Path) -> None:
-    trainer = fit(UserModule(), steps=1, save=tmp_path / "a.ckpt")
+    trainer = fit(UserModule(layers=1), steps=1, save=tmp_path / "a.ckpt")
     with pytest.raises(ConfigurationError, match="storage_options"):
         trainer.save_checkpoint(tmp_path / "b.ckpt", storage_options={})
     trainer.strategy.remove_checkpoint(tmp_path / "a.ckpt")
@@ -394,9 +400,9 @@ def test_the_same_losses_after_a_stop_with_a_validation_loop(tmp_path: Path) -> 
         trainer.fit(module, batches(), batches(), **kwargs)
         return trainer
 
-    whole = Scheduled()
+    whole = Scheduled(layers=1)
     run(whole, 6)
-    later = Scheduled()
+    later = Scheduled(layers=1)
     run(later, 6, ckpt_path=tmp_path / "epoch=0-step=3.ckpt")
     assert mean_losses(later) == mean_losses(whole)[3:]
     assert (tmp_path / "epoch=0-step=3.ckpt" / MANIFEST).is_file()

@@ -32,7 +32,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def train(steps: int, *callbacks: L.Callback, module: Any = None, **kwargs: Any) -> L.Trainer:
-    module = Scheduled() if module is None else module
+    module = Scheduled(layers=1) if module is None else module
     return fit(module, steps=steps, callbacks=callbacks, enable_checkpointing=True, **kwargs)
 
 
@@ -52,10 +52,10 @@ def test_the_last_step_is_saved_where_it_is_not_due_unless_told_otherwise(tmp_pa
 
 @ranks(2)
 def test_without_an_interval_each_epoch_is_saved_and_resumes_exactly(tmp_path: Path) -> None:
-    whole = Scheduled()
+    whole = Scheduled(layers=1)
     train(9, ShardedCheckpoint(str(tmp_path / "whole"), save_top_k=-1), module=whole)
     assert steps(tmp_path / "whole") == [3, 6, 9]
-    later = Scheduled()
+    later = Scheduled(layers=1)
     train(9, ShardedCheckpoint(str(tmp_path / "later")), module=later, ckpt_path=tmp_path / "whole" / "step-6.ckpt")
     assert mean_losses(later) == mean_losses(whole)[6:]
 
@@ -68,13 +68,13 @@ def test_a_fit_bounded_by_epochs_saves_its_end_once(tmp_path: Path) -> None:
         enable_checkpointing=True,
         callbacks=[ShardedCheckpoint(str(tmp_path), every_n_train_steps=4)],
     )
-    trainer.fit(Scheduled(), batches())
+    trainer.fit(Scheduled(layers=1), batches())
     assert steps(tmp_path) == [4, 6]
 
 
 @ranks(2)
 def test_the_best_by_a_logged_value_are_kept(tmp_path: Path) -> None:
-    module = Scheduled()
+    module = Scheduled(layers=1)
     train(6, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1, save_top_k=2, monitor="loss"), module=module)
     losses = mean_losses(module)
     best = sorted(sorted(range(1, 7), key=lambda step: losses[step - 1])[:2])
@@ -84,12 +84,12 @@ def test_the_best_by_a_logged_value_are_kept(tmp_path: Path) -> None:
 @ranks(2)
 def test_the_next_start_of_the_same_script_goes_on_in_the_same_place(tmp_path: Path) -> None:
     os.chdir(tmp_path)
-    whole = Scheduled()
+    whole = Scheduled(layers=1)
     expected = digests(train(6, module=whole))
     shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
     train(3, ShardedCheckpoint(every_n_train_steps=3), ckpt_path="newest")
     assert steps(tmp_path / "checkpoints") == [3]
-    later = Scheduled()
+    later = Scheduled(layers=1)
     trainer = train(6, ShardedCheckpoint(every_n_train_steps=3), ckpt_path="newest", module=later)
     assert steps(tmp_path / "checkpoints") == [3, 6]
     assert mean_losses(later) == mean_losses(whole)[3:]

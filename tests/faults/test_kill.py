@@ -77,22 +77,27 @@ def train(folder: Path, fault: str | None) -> tuple[list[float], dict[str, str],
     callbacks: list[L.Callback] = [ShardedCheckpoint(str(folder), every_n_train_steps=3, save_top_k=1)]
     if fault is not None:
         callbacks.insert(0, KillAtStep(6, fault))
-    module = Scheduled()
+    module = Scheduled(layers=1)
     trainer = fit(module, steps=9, ckpt_path="newest", callbacks=callbacks, enable_checkpointing=True)
     return mean_losses(module), digests(trainer), len(module.losses)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, str], int]:
+    return run_ranks(train, 2, (tmp_path_factory.mktemp("whole"), None))
 
 
 @pytest.mark.parametrize(
     ("point", "rank", "found"), [(POINT_MIDDLE_OF_DATA, 1, 3), ("before-rename", 0, 3), (POINT_BEFORE_RETENTION, 0, 6)]
 )
 def test_a_killed_training_resumes_as_if_nothing_had_happened(
-    point: str, rank: int, found: int, tmp_path: Path
+    point: str, rank: int, found: int, undisturbed: tuple[list[float], dict[str, str], int], tmp_path: Path
 ) -> None:
-    losses, state, steps = run_ranks(train, 2, (tmp_path / "whole", None), deadline=120)
+    losses, state, steps = undisturbed
     assert steps == 9
     with pytest.raises(RanksFailed, match=r"exit code -9"):
-        run_ranks(train, 2, (tmp_path / "killed", f"{point}:{rank}:kill"), deadline=120)
-    later, resumed, steps = run_ranks(train, 2, (tmp_path / "killed", None), deadline=120)
+        run_ranks(train, 2, (tmp_path / "killed", f"{point}:{rank}:kill"))
+    later, resumed, steps = run_ranks(train, 2, (tmp_path / "killed", None))
     assert steps == 9 - found
     assert later == losses[found:]
     assert resumed == state

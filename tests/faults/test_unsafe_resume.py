@@ -30,12 +30,12 @@ class Bomb:
 
 
 def saved(path: Path) -> None:
-    fit(UserModule(), steps=1, save=path)
+    fit(UserModule(layers=1), steps=1, save=path)
 
 
 def resume(path: Path) -> str:
     try:
-        fit(UserModule(), steps=2, ckpt_path=path)
+        fit(UserModule(layers=1), steps=2, ckpt_path=path)
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
@@ -50,7 +50,7 @@ def rehash(directory: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "a.ckpt"
-    run_ranks(saved, 2, (path,), deadline=120)
+    run_ranks(saved, 2, (path,))
     return path
 
 
@@ -65,7 +65,7 @@ def test_a_pickle_in_metadata_never_runs(copy: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     (copy / METADATA).write_bytes(pickle.dumps(Bomb(marker)))
     rehash(copy, METADATA)
-    text = run_ranks(resume, 2, (copy,), deadline=120)
+    text = run_ranks(resume, 2, (copy,))
     assert text.startswith("UnsafeCheckpointError")
     assert METADATA in text
     assert not marker.exists()
@@ -75,7 +75,7 @@ def test_a_pickle_in_meta_never_runs(copy: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     torch.save({"epoch": 1, "bomb": Bomb(marker)}, copy / META)
     rehash(copy, META)
-    text = run_ranks(resume, 2, (copy,), deadline=120)
+    text = run_ranks(resume, 2, (copy,))
     assert text.startswith("UnsafeCheckpointError")
     assert META in text
     with pytest.raises(UnsafeCheckpointError):
@@ -151,7 +151,7 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
 
 def test_an_extra_and_a_missing_file_are_named(copy: Path) -> None:
     (copy / "extra.bin").write_text("x")
-    assert "extra.bin" in run_ranks(resume, 2, (copy,), deadline=120)
+    assert "extra.bin" in run_ranks(resume, 2, (copy,))
     (copy / "extra.bin").unlink()
     (copy / "__1_0.distcp").unlink()
-    assert "__1_0.distcp" in run_ranks(resume, 2, (copy,), deadline=120)
+    assert "__1_0.distcp" in run_ranks(resume, 2, (copy,))
