@@ -19,6 +19,8 @@ _DEFAULT_GROUP = 1_000_000_000
 # stage3_max_reuse_distance of DeepSpeed, elements: weights needed again that soon stay gathered.
 _REUSE = 1_000_000_000
 _LEAST_BUCKET = 1 << 20
+# Bytes per element in which gradients are summed over ranks, by default under every precision.
+_REDUCED = 4
 # Elements that DeepSpeed's BF16 optimizer reduces at a time.
 _REDUCED_AT_ONCE = 500_000_000
 
@@ -80,7 +82,7 @@ def _fsdp(job: Job, layout: Layout, part: Share) -> Buffers:
     """FSDP2 as ``parallel/sharding.py`` groups it: each layer, the embedding, the head (kept gathered), the rest."""
     layer, trained = _layer(job, part)
     size = 4 if job.precision == "32-true" else 2
-    reduced = 2 if job.precision == "bf16-true" else 4
+    reduced = _REDUCED
     sending, whole = trained * reduced, trained if job.trains_all else 0.0
     embedding, head = part.embedding * size, part.head * size
     tied = job.shape.tied
@@ -111,7 +113,7 @@ def _scheduled(job: Job, layout: Layout, part: Share) -> Buffers:
     """As torch's schedules run FSDP2: weights stay gathered and gradients whole until the last micro-batch is done."""
     layer, trained = _layer(job, part)
     size = 4 if job.precision == "32-true" else 2
-    reduced = 2 if job.precision == "bf16-true" else 4
+    reduced = _REDUCED
     head = part.head * size
     alone, once = layout.data == 1, layout.microbatches == 1
     held = 0.0 if alone or not once else layer if job.shape.tied else head
@@ -150,7 +152,7 @@ def _zero1(job: Job, part: Share) -> Buffers:
 def _zero2(job: Job, layout: Layout, part: Share) -> Buffers:
     """Small gradients are collected in buckets, larger ones sent alone; both are cast for the reduction."""
     bucket, size = buckets(job, layout), 4 if job.precision == "32-true" else 2
-    cast = 4 if job.precision == "bf16-mixed" else 0
+    cast = 0 if job.precision == "32-true" else _REDUCED
     waiting = bucket["reduce"] * size * bucket["overlap"]
     large = _largest_matrix(job, part)
     trains = job.trains_all
@@ -182,7 +184,7 @@ def _largest_matrix(job: Job, part: Share) -> float:
 def _zero3(job: Job, layout: Layout, part: Share) -> Buffers:
     bucket = buckets(job, layout)
     size = 4 if job.precision == "32-true" else 2
-    reduced = 2 if job.precision == "bf16-true" else 4
+    reduced = _REDUCED
     layer, _ = _layer(job, part)
     prefetch = bucket["prefetch"] * size
     total = layer * len(part.kinds) + part.ends * size

@@ -237,7 +237,8 @@ class _Scheduled(_Gradients):
         if job.shape.tied and part.first and not part.last:
             # The head of another stage has the other half of its gradient.
             self.whole += job.shape.embedding * arithmetic(job, layout).weight
-        self._share = 2.0 if job.precision == "bf16-mixed" else 1.0
+        # FP32, also under bf16-true.
+        self._share = 1.0 if job.precision == "32-true" else 2.0
         self._accumulated = layout.microbatches > in_flight(layout, stage)
         self._earlier = kept.gradients if layout.accumulate > 1 else 0.0
         self.complete = self.whole * self._share + self._earlier

@@ -180,9 +180,10 @@ def _data_parallel(job: Job, layout: Layout) -> tuple[float, float, float]:
     size = 4 if job.precision == "32-true" else 2
     weights = part.base * size if job.goal != "qlora" else part.quantisable * NF4 + (part.base - part.quantisable) * 2
     ring = (layout.data - 1) / layout.data
-    reduced = 4 if job.precision != "bf16-true" else 2
     if layout.strategy == "ddp":
-        return 0.0, 2 * trained * reduced * ring, 0.0
+        return 0.0, 2 * trained * (2 if job.precision == "bf16-true" else 4) * ring, 0.0
+    # The others sum in FP32 under every precision.
+    reduced = 4
     if layout.strategy in ("zero1", "zero2"):
         # Stage 2 reduces after every micro-batch; both gather the new weights once, after the update.
         turns = layout.accumulate if layout.strategy == "zero2" else 1

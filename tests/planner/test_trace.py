@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout, int]] = {
     "dropout": (tiny(), {"goal": "lora", "dropout": True}, Layout("ddp", checkpointing="selective"), 0),
     "dora": (
         tiny(),
-        {"length": 256, "goal": "lora", "dora": True, "loss": "chunked", "chunk": 64},
+        {"length": 1024, "goal": "lora", "dora": True, "loss": "chunked", "chunk": 64, **_PURE},
         Layout("ddp", checkpointing="full"),
         0,
     ),
