@@ -21,7 +21,7 @@ def _rounded(nbytes: int) -> int:
     return (nbytes + _ROUND - 1) // _ROUND * _ROUND
 
 
-def _storages(tensor: torch.Tensor) -> Iterator[Any]:
+def _storages(tensor: Any) -> Iterator[Any]:
     """The storages behind a tensor, which may be a distributed one. torch's own function imports FSDP for this."""
     if is_traceable_wrapper_subclass(tensor):
         for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):

@@ -140,7 +140,8 @@ class _AdaptedLinear(nn.Module):
         scale = (magnitude / norm.detach()).view(1, -1)
         adapted = self.up(self.down(x))
         whole = result if isinstance(self.dropout, nn.Identity) else functional.linear(x, weight)
-        return (scale - 1) * whole + scale * adapted * 2.0
+        added: Tensor = (scale - 1) * whole + scale * adapted * 2.0
+        return added
 
 
 def build_model(config: Mapping[str, Any], request: Mapping[str, Any], device: str) -> nn.Module:

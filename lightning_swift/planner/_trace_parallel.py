@@ -81,7 +81,7 @@ def gather_around(model: Any, name: str) -> None:
     register_fsdp_forward_method(model, name)
 
 
-def materialise(model: nn.Module) -> None:
+def materialise(model: Any) -> None:
     """Storage for parameters and buffers that were made without."""
     tied = model.config.tie_word_embeddings
     model.to_empty(device="cpu")

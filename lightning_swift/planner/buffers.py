@@ -155,11 +155,15 @@ def _zero2(job: Job, layout: Layout, part: Share) -> Buffers:
     cast = 0 if job.precision == "32-true" else _REDUCED
     waiting = bucket["reduce"] * size * bucket["overlap"]
     large = _largest_matrix(job, part)
-    trains = job.trains_all
+    head, embedding = (part.head, part.embedding) if job.trains_all else (0.0, 0.0)
+    offloads = layout.offload != "none"
+    # On its way to the host a gradient is copied, and its norm is taken in 64 bits.
+    alone = size + 8 if offloads else cast
     return Buffers(
-        sending=waiting + cast * max(bucket["reduce"], large),
-        sending_head=waiting + cast * (part.head if trains else 0.0),
-        embedding=waiting + cast * (part.embedding if trains else 0.0),
+        always=size * max(large, head, embedding) if offloads else 0.0,
+        sending=waiting + max(cast * bucket["reduce"], alone * large),
+        sending_head=waiting + alone * head,
+        embedding=waiting + alone * embedding,
         step=_norm_in_double(job, layout, part),
     )
 

@@ -197,11 +197,14 @@ def _offloaded(
 ) -> States:
     host = disk = 0.0
     if layout.offload != "none":
-        # The optimizer runs on the host: its states, its gradients and its temporaries are there.
-        host, optimizer, temporary = optimizer + gradients, 0.0, 0.0
+        # The optimizer runs on the host: its states, its gradients and its temporaries are there. Stage 3 has a second
+        # copy of the gradients there, stage 2 one of the new BF16 weights.
+        copies = {"zero3": 2.0, "zero2": 1.5}.get(layout.strategy, 1.0)
+        host, optimizer, temporary = optimizer + copies * gradients, 0.0, 0.0
         if layout.offload == "nvme":
             disk, host = host - gradients, gradients + min(host - gradients, 4 * 5 * 1e8)
-        gradients = gradients if layout.strategy == "zero1" else 0.0
+        # Stage 2 adds its part up on the card all the same.
+        gradients = gradients if layout.strategy in ("zero1", "zero2") else 0.0
     if layout.offload == "cpu":
         host += weights + quantised + adapters
         weights = quantised = adapters = 0.0
