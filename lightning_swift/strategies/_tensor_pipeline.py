@@ -48,6 +48,7 @@ from lightning_swift.strategies._tensor_pipeline_model import (
     copies_of_tied_weights,
     plan_pipeline,
     put_pipeline,
+    refuse_copies,
     saved_model,
     share_tied_weights,
     stages_of,
@@ -89,6 +90,7 @@ class TensorPipelineEngine(MeshStrategy):
 
     @override
     def setup_environment(self) -> None:
+        refuse_copies(self._trainer)
         super().setup_environment()
         self._watch = FailureWatch(self._label)
         # Of the first rank, since processes that are not seeded differ.

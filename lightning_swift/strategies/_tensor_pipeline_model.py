@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_swift.errors import ModelError
+from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.parallel.anatomy import Anatomy, probe
 from lightning_swift.parallel.mesh import MeshAxis, MeshSizes
 from lightning_swift.parallel.pipeline import PipelinedModel
@@ -31,6 +32,7 @@ __all__ = [
     "copies_of_tied_weights",
     "plan_pipeline",
     "put_pipeline",
+    "refuse_copies",
     "saved_model",
     "share_tied_weights",
     "stages_of",
@@ -91,6 +93,21 @@ def plan_pipeline(module: pl.LightningModule, sizes: MeshSizes, options: TensorP
         _parameters(model, anatomy, bounds),
         _is_tied(model),
     )
+
+
+def refuse_copies(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that copy the module before it is cut and match copy and original by their order.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ConfigurationError(
+                f"{type(callback).__name__} averages into a copy of the whole model, of which each rank has a part.",
+                where="callbacks",
+                fix="Average saved checkpoints instead, or use a strategy that does not cut the model.",
+            )
 
 
 def put_pipeline(

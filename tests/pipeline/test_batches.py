@@ -61,6 +61,10 @@ def test_lengths_are_padded_on_the_right() -> None:
         model._length_multiple = 8
         for mask in (True, False):
             check_step(model, reference, batch_of(4, 13, mask=mask), what=f"{kind} {mask}", loss_fn=token_mean)
+        if kind == "llama":
+            # Positions that are given once are padded with the rest.
+            given = {**batch_of(4, 13), "position_ids": torch.arange(13)[None]}
+            check_step(model, reference, given, what="positions", loss_fn=token_mean)
 
 
 @ranks(2)

@@ -122,6 +122,28 @@ def test_evaluation_in_inference_mode_leaves_a_model_that_trains() -> None:
     assert not evaluated.is_inference()
     check_step(model, reference, batch)
 
+    # A stage between two of another rank takes all before it sends: NCCL has one queue for both ways.
+    interleaved = pipelined(model_of(), "Interleaved1F1B", 2)
+    assert _messages(interleaved, batch) == ("ssrrss", "rrssrr")[dist.get_rank()]
+
+
+def _messages(model: Any, batch: Any) -> str:
+    """What this rank does in an evaluation, in order: s for each activation sent, r for each received."""
+    order: list[str] = []
+
+    def noting(letter: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(letter)
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(dist, "isend", noting("s", dist.isend))
+        patch.setattr(dist, "recv", noting("r", dist.recv))
+        model(**batch)
+    return "".join(order)
+
 
 @ranks(2)
 def test_generate_continues_as_the_whole_model_does() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
 from lightning_swift.errors import ConfigurationError, DataError, ModelError
@@ -162,6 +163,9 @@ def test_refused_by_the_model() -> None:
         trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **options), max_steps=1)
         with pytest.raises((ModelError, ConfigurationError), match=message):
             trainer.fit(make(), loader(Tokens(8), batch_size=4))
+    trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **PP2), callbacks=[WeightAveraging()])
+    with pytest.raises(ConfigurationError, match="WeightAveraging averages into a copy"):
+        trainer.fit(UserModule(), loader(Tokens(8), batch_size=4))
     strategy = TensorPipelineStrategy("32-true", **TP2, compile="aot_eager")
     strategy.activation_checkpointing = CheckpointingSettings()
     with pytest.raises(ConfigurationError, match="cannot compile the recomputation"):
