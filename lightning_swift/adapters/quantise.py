@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "quantise_layers",
     "quantised_layers",
     "quantised_weight",
+    "without_second_copies",
 ]
 
 # What transformers uses for 8-bit models: input columns with larger values are multiplied unquantised in inference.
@@ -89,6 +91,22 @@ def guard_packing(module: nn.Module) -> int:
             layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
             found += 1
     return found
+
+
+def without_second_copies(module: nn.Module) -> None:
+    """Have every 8-bit layer below ``module`` compute with its weight alone, so that an engine may cut it up.
+
+    Each keeps a second reference to its codes, computes with those, and puts them back into the weight after every
+    forward pass: a weight of which a rank holds a part would stay whole beside it. Calling it again changes nothing.
+    """
+    for layer in quantised_layers(module).values():
+        if _kind(layer) != "8bit" or isinstance(layer.state, _state_of_weight()):
+            continue
+        if layer.weight.CB is not None:  # type: ignore[union-attr]
+            layer.init_8bit_state()  # type: ignore[operator]
+        state = _state_of_weight()()
+        vars(state).update({key: value for key, value in vars(layer.state).items() if key != "CB"}, layer=layer)
+        layer.state = state
 
 
 def quantised_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -233,6 +251,27 @@ def _quantised_layer(
     if not layer.weight.is_meta:
         new.weight = quantised_weight(new.weight, layer.weight)
     return new  # type: ignore[no-any-return]
+
+
+@cache
+def _state_of_weight() -> Any:
+    """Class of an 8-bit layer's state whose codes are those of the layer's weight, there when it has been gathered."""
+    from bitsandbytes import MatmulLtState
+
+    class StateOfWeight(MatmulLtState):  # type: ignore[misc]
+        # An attribute, so that the copy of a layer has one that looks at the copy.
+        layer: Any = None
+
+        @property
+        def CB(self) -> Tensor:  # the name by which bitsandbytes asks
+            codes: Tensor = self.layer.weight.data
+            return codes
+
+        @CB.setter
+        def CB(self, _: object) -> None:
+            """Nothing: the weight has them."""
+
+    return StateOfWeight
 
 
 def _pieces(matrix: Tensor) -> tuple[Tensor, ...]:

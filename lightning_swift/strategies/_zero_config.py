@@ -65,6 +65,8 @@ def base_config(options: ZeROOptions) -> DeepSpeedConfig:
     if not isinstance(zero, dict):
         raise ConfigurationError(f"{_ZERO} is {zero!r}, not an object.", where="config")
     _check_supported(config, zero)
+    if given is not None:
+        _check_merged(zero, options)
     return config
 
 
@@ -162,6 +164,40 @@ def _check_supported(config: DeepSpeedConfig, zero: dict[str, Any]) -> None:
             "FP16 is not supported: it needs loss scaling, which BF16 does not.",
             where="config: fp16.enabled",
             fix='Remove the section and choose precision="bf16-mixed" or "32-true" on the strategy.',
+        )
+
+
+def _check_merged(zero: dict[str, Any], options: ZeROOptions) -> None:
+    """What the options and a user's configuration say together, which each may say alone."""
+    if zero.get("stage") in (_AUTO, None):
+        zero.pop("stage", None)
+    stage = options.stage or zero.get("stage", 3)
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise ConfigurationError(
+            f"{_ZERO}.stage={stage!r} is not 1, 2 or 3.",
+            where=f"config: {_ZERO}.stage",
+            fix="Give one of them; without ZeRO, use DDPBF16Strategy.",
+        )
+    devices = {}
+    for key, option in (("offload_optimizer", options.offload_optimizer), ("offload_param", options.offload_params)):
+        section = zero.get(key)
+        if section is not None and not isinstance(section, Mapping):
+            raise ConfigurationError(f"{section!r} is not an object.", where=f"config: {_ZERO}.{key}")
+        devices[key] = device = option or _device(zero, key)
+        if device not in ("none", "cpu", "nvme"):
+            raise ConfigurationError(f"{device!r} is not none, cpu or nvme.", where=f"config: {_ZERO}.{key}.device")
+    if devices["offload_param"] != "none" and stage != 3:
+        raise ConfigurationError(
+            f"stage {stage} does not cut parameters up and cannot offload them.",
+            where=f"config: {_ZERO}.offload_param",
+            fix="Use stage 3, or leave it out.",
+        )
+    path = options.nvme_path or (zero.get("offload_optimizer") or {}).get("nvme_path")
+    if devices["offload_optimizer"] == "nvme" and (stage != 3 or path is None):
+        raise ConfigurationError(
+            "an optimizer on disk needs stage 3 and the path of a folder.",
+            where=f"config: {_ZERO}.offload_optimizer",
+            fix="Use stage 3 and set nvme_path, there or on the strategy.",
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_swift.adapters.quantise import is_quantised
+from lightning_swift.adapters.quantise import is_quantised, without_second_copies
 from lightning_swift.models.lazy import load_lazy_weights
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def load_and_place(module: nn.Module, config: DeepSpeedConfig, *, device: torch.
             partition(parameter)
 
     load_lazy_weights(module, device=device, place=place)
+    if partition is not None:
+        without_second_copies(module)
     for parameter in module.parameters():
         place(parameter)
         if partition is not None and not hasattr(parameter, "ds_id"):

@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-__all__ = ["check_single", "gradients_times", "offloaded_adam", "use_fused_kernels", "users_optimizers"]
+__all__ = [
+    "check_elementwise",
+    "check_single",
+    "gradients_times",
+    "offloaded_adam",
+    "use_fused_kernels",
+    "users_optimizers",
+]
 
+# Look at whole parameters or call a closure again; in lower case.
+_NOT_ELEMENTWISE = {"adafactor", "lamb", "fusedlamb", "lars", "lbfgs", "muon", "shampoo", "soap"}
 # Options of torch's Adam that DeepSpeed's has no counterpart for.
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 
@@ -117,3 +126,26 @@ def check_single(optimizers: list[Optimizer]) -> Optimizer:
             fix="Return one optimizer; it may have several parameter groups.",
         )
     return optimizers[0]
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would step otherwise on the flat vectors that ZeRO makes of all parameters of a group.
+
+    Raises:
+        ConfigurationError: Its update of an element hangs on the others of its parameter, or its states are in blocks.
+    """
+    name = type(optimizer).__name__
+    if _NOT_ELEMENTWISE & {kind.__name__.lower() for kind in type(optimizer).__mro__}:
+        raise ConfigurationError(
+            f"{name} looks at whole parameters, and ZeRO shows it parts of one long vector: it would train otherwise "
+            "without a word.",
+            where="configure_optimizers",
+            fix="Use an optimizer that treats every element alike (AdamW, SGD, ...), or DDPBF16Strategy.",
+        )
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:
+        raise ConfigurationError(
+            f"the 8-bit states of {name} are in blocks over one long vector and could not be saved by parameter.",
+            where="configure_optimizers",
+            fix='Use AdamW, whose state ZeRO cuts up (offload_optimizer="cpu" takes it off the device), or '
+            "DDPBF16Strategy.",
+        )

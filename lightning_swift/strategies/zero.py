@@ -37,7 +37,13 @@ from lightning_swift.strategies._zero_config import (
 from lightning_swift.strategies._zero_engine import choose_accelerator, inference_config, start_engine
 from lightning_swift.strategies._zero_loading import known_to_transformers, load_and_place, loading_config
 from lightning_swift.strategies._zero_ops import ops_for, prepare_ops
-from lightning_swift.strategies._zero_optimizer import check_single, offloaded_adam, use_fused_kernels, users_optimizers
+from lightning_swift.strategies._zero_optimizer import (
+    check_elementwise,
+    check_single,
+    offloaded_adam,
+    use_fused_kernels,
+    users_optimizers,
+)
 from lightning_swift.strategies._zero_options import (
     AutoSwitch,
     BucketSize,
@@ -46,7 +52,7 @@ from lightning_swift.strategies._zero_options import (
     ZeROOptions,
     ZeROStage,
 )
-from lightning_swift.strategies._zero_precision import ZeROPrecision
+from lightning_swift.strategies._zero_precision import ZeROPrecision, cast_inputs
 from lightning_swift.strategies._zero_state import ZeroCheckpointing
 
 __all__ = ["ZeROStrategy"]
@@ -255,6 +261,7 @@ class ZeROStrategy(ZeroCheckpointing, OwnPrecision, DeepSpeedStrategy):
         with nullcontext() if self._returns_memory else returning_freed_memory():
             self._adapt(module)
             load_and_place(module, self._config, device=self.root_device, dtype=self.options.policy.compute_dtype)
+        cast_inputs(module, self.options.policy.compute_dtype)
         if self.activation_checkpointing is not None:
             apply_checkpointing(module, self.activation_checkpointing)
 
@@ -266,6 +273,7 @@ class ZeROStrategy(ZeroCheckpointing, OwnPrecision, DeepSpeedStrategy):
     def _start_training(self, module: pl.LightningModule) -> None:
         optimizers, schedulers = users_optimizers(module)
         optimizer = check_single(optimizers)
+        check_elementwise(optimizer)
         keep_trainable(optimizer, [config.scheduler for config in schedulers])
         optimizer = self._suited(optimizer)
         self.model, wrapped = start_engine(module, self._config, optimizer=optimizer, local_rank=self.local_rank)

@@ -54,10 +54,11 @@ class Lazy(UserModule):
 
 
 def settings(kind: str, **lora: Any) -> AdapterSettings:
-    """``"full"``, ``"lora"`` or ``"qlora"``."""
+    """``"full"``, ``"lora"``, ``"qlora"`` or ``"int8"``."""
     if kind == "full":
         return AdapterSettings()
-    return AdapterSettings(LoraSettings(r=4, alpha=8.0, **lora), "nf4" if kind == "qlora" else None)
+    quantization: Any = {"lora": None, "qlora": "nf4", "int8": "int8"}[kind]
+    return AdapterSettings(LoraSettings(r=4, alpha=8.0, **lora), quantization)
 
 
 def plain_model(folder: str, kind: str, *, dtype: torch.dtype = torch.float32, **lora: Any) -> nn.Module:
@@ -72,6 +73,8 @@ def plain_model(folder: str, kind: str, *, dtype: torch.dtype = torch.float32, *
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
+    if kind == "int8":
+        extra["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra).train()
     for part in model.modules():
         # Without this, the first evaluation spoils training on CPUs with AVX512-BF16 (deepspeed.md section 3).

@@ -21,7 +21,7 @@ from lightning_swift.checkpoint.merge import merge_checkpoint
 from lightning_swift.strategies.ddp import DDPBF16Strategy
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.zero import ZeROStrategy
-from tests.checkpoint.runs import fit, mean_losses
+from tests.checkpoint.runs import SaveAt, fit, mean_losses
 from tests.harness.models import UserModule
 from tests.harness.ranks import ranks
 from tests.zero.states import Look, state_digests
@@ -64,18 +64,40 @@ def trained(state: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in state.items() if "lora_" in name}
 
 
-@ranks(2, deadline=240)
-def _save(base: str, saver: str, quantization: Any, path: str) -> tuple[list[float], dict[str, str]]:
-    whole, _ = run(saver, quantization, base, steps=6)
-    _, state = run(saver, quantization, base, steps=3, save=Path(path))
-    rest, _ = run(saver, quantization, base, steps=6, ckpt_path=path)
-    assert rest == whole[3:]
-    return whole[3:], trained(state)
+# Saver and quantisation; what goes on from its checkpoint at two ranks, and at one.
+Reader = tuple[str, Callable[..., UserModule]]
+ROUTES: list[tuple[str, Any, list[Reader], list[Reader]]] = [
+    ("zero3", "nf4", [("ddp", UserModule)], [("zero3", UserModule), ("zero2-offload", Lazy)]),
+    ("zero3-offload", None, [("fsdp", UserModule), ("zero2", Lazy)], [("ddp", UserModule), ("zero3", Lazy)]),
+]
 
 
-def _resume(
-    base: str, readers: list[tuple[str, Callable[..., UserModule]]], quantization: Any, path: str, saved: Any
-) -> None:
+@ranks(2, deadline=300)
+def _save(base: str, folder: str) -> list[tuple[list[float], dict[str, str]]]:
+    found = []
+    for saver, quantization, readers, _ in ROUTES:
+        path = Path(folder) / f"{saver}.ckpt"
+        look = Look()
+        whole, _ = run(saver, quantization, base, steps=6, callbacks=[SaveAt(path, 3)])
+        rest, _ = run(saver, quantization, base, steps=6, ckpt_path=path, callbacks=[look])
+        assert rest == whole[3:]
+        found.append((whole[3:], trained(look.seen)))
+        check_readers(base, path, quantization, readers, found[-1])
+    packed = Path(folder) / "packed.ckpt"
+    run("zero3", "nf4", base, steps=3, save=packed, options={"save_frozen": True})
+    check_packed(packed)
+    rest, _ = run("ddp", "nf4", base, steps=6, ckpt_path=packed)
+    assert rest == pytest.approx(found[0][0], abs=5e-6)
+    return found
+
+
+@ranks(1, deadline=300)
+def _resume_alone(base: str, folder: str, saved: list[tuple[list[float], dict[str, str]]]) -> None:
+    for (saver, quantization, _, readers), expected in zip(ROUTES, saved, strict=True):
+        check_readers(base, Path(folder) / f"{saver}.ckpt", quantization, readers, expected)
+
+
+def check_readers(base: str, path: Path, quantization: Any, readers: list[Reader], saved: Any) -> None:
     losses, state = saved
     for name, kind in readers:
         look = Look()
@@ -86,75 +108,46 @@ def _resume(
         assert found == pytest.approx(losses, abs=5e-6), name
 
 
-resume_at_two = ranks(2, deadline=240)(_resume)
-resume_alone = ranks(1, deadline=240)(_resume)
-
-
 def check_left_out(path: Path, base: str, *, quantised: bool) -> None:
     manifest = read_manifest(path)
     assert manifest.base is not None
     assert manifest.base.folder == base
     assert not [name for name in manifest.tensors if name.startswith("model.") and "lora_" not in name]
-    assert len(manifest.base.tensors) == 30
+    # Nine of each layer, embedding, last norm and head.
+    assert len(manifest.base.tensors) == 2 * 9 + 3
     assert set(manifest.base.files) == {"config.json", "model.safetensors"}
     assert (manifest.quantization is not None) == quantised
 
 
-@pytest.mark.slow
-def test_qlora_under_stage_3_goes_on_at_one_rank_and_under_ddp(tmp_path: Path, folder: str) -> None:
-    path = tmp_path / "a.ckpt"
-    saved = _save(folder, "zero3", "nf4", str(path))
-    check_left_out(path, folder, quantised=True)
-    resume_at_two(folder, [("ddp", UserModule), ("zero1", Lazy)], "nf4", str(path), saved)
-    resume_alone(folder, [("zero3", UserModule), ("zero2-offload", Lazy), ("ddp", Lazy)], "nf4", str(path), saved)
-
-
-@pytest.mark.slow
-def test_lora_goes_on_under_every_strategy(tmp_path: Path, folder: str) -> None:
-    path = tmp_path / "a.ckpt"
-    saved = _save(folder, "zero3-offload", None, str(path))
-    check_left_out(path, folder, quantised=False)
-    resume_at_two(folder, [("fsdp", UserModule), ("zero2", Lazy)], None, str(path), saved)
-    resume_alone(folder, [("ddp", UserModule), ("zero3", Lazy), ("fsdp", Lazy)], None, str(path), saved)
-
-
-@ranks(2, deadline=240)
-def _everything_saved(base: str, path: str) -> None:
-    whole, _ = run("zero3", "nf4", base, steps=5)
-    run("zero3", "nf4", base, steps=3, save=Path(path), options={"save_frozen": True})
-    manifest = read_manifest(Path(path))
+def check_packed(path: Path) -> None:
+    manifest = read_manifest(path)
     assert manifest.base is None
     assert any(name.endswith(".base_layer.weight.absmax") for name in manifest.tensors)
     assert "model.model.base_model.model.lm_head.weight" in manifest.tensors
-    for name in ("zero3", "ddp"):
-        rest, _ = run(name, "nf4", base, steps=5, ckpt_path=path)
-        assert rest == pytest.approx(whole[3:], abs=5e-6)
 
 
 @pytest.mark.slow
-def test_a_quantised_base_can_be_saved_packed_and_is_merged_unpacked(tmp_path: Path, folder: str) -> None:
+def test_adapters_go_on_under_every_strategy(tmp_path: Path, folder: str) -> None:
     from safetensors.torch import load_file
 
-    _everything_saved(folder, str(tmp_path / "packed.ckpt"))
-    _save_once(folder, "zero3", "nf4", str(tmp_path / "left.ckpt"), 3)
+    saved = _save(folder, str(tmp_path))
+    for saver, quantization, *_ in ROUTES:
+        check_left_out(tmp_path / f"{saver}.ckpt", folder, quantised=quantization is not None)
+    _resume_alone(folder, str(tmp_path), saved)
+    # A quantised base can be saved packed, and is merged unpacked.
     found = {}
-    for name in ("packed", "left"):
+    for name in ("packed", "zero3"):
         merge_checkpoint(tmp_path / f"{name}.ckpt", tmp_path / name)
         found[name] = load_file(tmp_path / name / "model.safetensors")
     plain = load_file(Path(folder) / "model.safetensors")
     for tensors in found.values():
         assert {n: (t.shape, t.dtype) for n, t in tensors.items()} == {n: (t.shape, t.dtype) for n, t in plain.items()}
     # The base that lies in the checkpoint and the one made again from the folder are the same numbers.
-    assert all(torch.equal(found["packed"][n], found["left"][n]) for n in plain)
+    assert all(torch.equal(found["packed"][n], found["zero3"][n]) for n in plain)
 
 
 @ranks(2, deadline=240)
-def _save_once(base: str, saver: str, quantization: Any, path: str, steps: int) -> None:
-    run(saver, quantization, base, steps=steps, save=Path(path))
-
-
-@ranks(2, deadline=240)
-def _callbacks(base: str, folder: str, name: str, quantization: Any) -> None:
+def _callbacks(base: str, folder: str) -> None:
     out = Path(folder)
     callbacks = [
         ShardedCheckpoint(dirpath=str(out / "checkpoints"), every_n_train_steps=2),
@@ -162,27 +155,46 @@ def _callbacks(base: str, folder: str, name: str, quantization: Any) -> None:
         ExportForInference(str(out / "model"), dtype="float32"),
         ExportForInference(str(out / "adapter"), format="adapter"),
     ]
-    run(name, quantization, base, steps=2, callbacks=callbacks, enable_checkpointing=True)
+    run("zero3", "nf4", base, steps=2, callbacks=callbacks, enable_checkpointing=True)
     assert all(callback.report is not None for callback in callbacks[2:])  # type: ignore[attr-defined]
+    # Others are exported afterwards, in one process.
+    for name, quantization in OTHERS:
+        run(name, quantization, base, steps=2, save=out / f"{name}.ckpt")
+
+
+# Strategy and quantisation.
+OTHERS: list[tuple[str, Any]] = [("zero2", None), ("zero3-offload", "int8")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "quantization"), [("zero3", "nf4"), ("zero2", None), ("ddp", "int8")])
-def test_callbacks_merge_and_export(tmp_path: Path, folder: str, name: str, quantization: Any) -> None:
+def test_checkpoints_are_merged_and_exported(tmp_path: Path, folder: str) -> None:
     from safetensors.torch import load_file
 
-    _callbacks(folder, str(tmp_path), name, quantization)
-    merged, exported = (load_file(tmp_path / part / "model.safetensors") for part in ("merged", "model"))
-    plain = load_file(Path(folder) / "model.safetensors")
-    assert merged.keys() == exported.keys() == plain.keys()
-    for key, tensor in plain.items():
-        assert merged[key].shape == tensor.shape
-        assert torch.equal(merged[key], exported[key])
+    _callbacks(folder, str(tmp_path))
+    _same_weights(tmp_path / "merged", tmp_path / "model", folder)
     checkpoint = next((tmp_path / "checkpoints").glob("*.ckpt"))
-    report = export_checkpoint(checkpoint, tmp_path / "again", dtype="float32")
-    assert report.verified
     assert export_checkpoint(checkpoint, tmp_path / "adapter-again", format="adapter").verified
     _same_adapter(tmp_path / "adapter", tmp_path / "adapter-again", folder)
+    for name, quantization in OTHERS:
+        checkpoint, merged, exported = (tmp_path / f"{name}{end}" for end in (".ckpt", "-merged", "-exported"))
+        merge_checkpoint(checkpoint, merged, dtype="float32")
+        if quantization is None:
+            assert export_checkpoint(checkpoint, exported, format="adapter").verified
+            _same_adapter(exported, exported, folder)
+            assert all(t.isfinite().all() and t.numel() for t in load_file(merged / "model.safetensors").values())
+        else:
+            assert export_checkpoint(checkpoint, exported, dtype="float32").verified
+            _same_weights(merged, exported, folder)
+
+
+def _same_weights(one: Path, other: Path, base: str) -> None:
+    from safetensors.torch import load_file
+
+    first, second, plain = (load_file(Path(path) / "model.safetensors") for path in (one, other, base))
+    assert first.keys() == second.keys() == plain.keys()
+    for key, tensor in plain.items():
+        assert first[key].shape == tensor.shape
+        assert torch.equal(first[key], second[key])
 
 
 def _same_adapter(one: Path, other: Path, base: str) -> None:

@@ -173,6 +173,24 @@ def test_a_file_is_read_and_a_shipped_name_found(tmp_path: Path) -> None:
             "zero_optimization.offload_optimizer.device",
         ),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, {}, {}, "zero_optimization.offload_param"),
+        ({"zero_optimization": {"stage": 0}}, {}, {}, "zero_optimization.stage=0"),
+        ({"zero_optimization": {"stage": True}}, {}, {}, "zero_optimization.stage=True"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            {},
+            {},
+            "zero_optimization.offload_param",
+        ),
+        ({"zero_optimization": {"stage": 2}}, {"offload_params": "cpu"}, {}, "zero_optimization.offload_param"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            {},
+            {},
+            "set nvme_path",
+        ),
+        ({"zero_optimization": {"stage": 2}}, {"offload_optimizer": "nvme", "nvme_path": "/x"}, {}, "needs stage 3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, {}, "offload_optimizer.device"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, {}, {}, "'cpu' is not an object"),
         (
             {"zero_optimization": {"reduce_bucket_size": 100}},
             {"reduce_bucket_size": 200},
@@ -187,8 +205,11 @@ def test_contradictions_are_refused_by_key(config: Any, options: Any, facts: Any
     assert key in str(caught.value)
 
 
-def test_a_clipping_of_the_configuration_alone_is_kept() -> None:
+def test_what_the_configuration_alone_says_is_kept() -> None:
     assert completed(config={"gradient_clipping": 1.0})["gradient_clipping"] == 1.0
+    assert completed(config={"zero_optimization": {"stage": "auto"}})["zero_optimization"]["stage"] == 3
+    nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
+    assert completed(config={"zero_optimization": nvme})["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/x"
 
 
 @pytest.mark.parametrize(

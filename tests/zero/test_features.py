@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.strategies.zero import ZeROStrategy
@@ -39,6 +41,50 @@ class One(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+class Targets(One):
+    """Targets that BF16 would round by hundreds, and inputs that are computed from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.loaders = 0
+
+    def train_dataloader(self) -> Any:
+        self.loaders += 1
+        return DataLoader([{"x": torch.ones(1), "y": torch.tensor([100_001.0])}])  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(float(batch["y"][0]))
+        return nn.functional.mse_loss(self.layer(batch["x"] * 1.0), batch["y"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+@ranks(1, deadline=90)
+def targets() -> None:
+    module = Targets()
+    for precision in ("bf16-mixed", "32-true"):
+        quiet_trainer(strategy=ZeROStrategy(2, precision), max_steps=1).fit(module)  # type: ignore[arg-type]
+        assert set(module.seen) == {100_001.0}
+    # A second fit replaces what casts.
+    assert len(module.layer._forward_pre_hooks) == 1
+    # Lightning's own strategy makes another one, to find out its batch size.
+    assert module.loaders == 2 * 2
+
+
+def test_targets_are_not_rounded() -> None:
+    targets()
+
+
+class Collecting(One):
+    def on_train_start(self) -> None:
+        # The engine of an earlier fit goes now, and must take nothing of this one with it.
+        gc.collect()
+
+
 @ranks(1, deadline=90)
 def accumulated() -> None:
     from deepspeed.utils import safe_get_full_fp32_param
@@ -49,9 +95,15 @@ def accumulated() -> None:
         trainer.fit(module, loader(Tokens(), batch_size=4))
         # Lightning's own strategy divides by 4 twice: -0.25.
         assert float(safe_get_full_fp32_param(module.layer.weight)) == -1.0, stage
+    again = Collecting()
+    for _ in range(2):
+        trainer = quiet_trainer(strategy=ZeROStrategy(2, "32-true"), max_steps=1)
+        trainer.fit(again, loader(Tokens(), batch_size=4))
+    # By this a checkpoint finds the masters.
+    assert again.layer.weight._hp_mapping is not None
 
 
-def test_accumulation_divides_once() -> None:
+def test_accumulation_divides_once_and_a_second_fit_owns_its_engine() -> None:
     accumulated()
 
 
@@ -102,6 +154,8 @@ class Scheduled(Lazy):
 
 @ranks(2, deadline=150)
 def everyday(folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
     for options in ({"stage": 2, "offload_optimizer": "cpu"}, {"stage": 3}):
         module = Scheduled(folder)
         module.rates = []
@@ -124,7 +178,8 @@ def everyday(folder: str) -> None:
         assert module.rates[:4] == pytest.approx([1e-3, 1e-3 / 2, 1e-3 / 2, 1e-3 / 3])
         if options["stage"] == 3:
             # Partitioned parameters have no elements of their own.
-            assert DeepSpeedSummary(module).total_parameters == 192_960 - 49_152
+            whole = AutoModelForCausalLM.from_pretrained(folder)
+            assert DeepSpeedSummary(module).total_parameters == whole.num_parameters()
         assert all(buffer.dtype == torch.float32 for buffer in module.buffers())
 
 
@@ -156,23 +211,24 @@ class Watched(Lazy):
 @ranks(2, deadline=150)
 def evaluated(folder: str) -> None:
     data = loader(Tokens(n=8), batch_size=4, rank=dist.get_rank(), world_size=2)
-    for precision in ("32-true", "bf16-mixed"):
-        for stage in (1, 2, 3):
-            strategy: Any = lambda s=stage, p=precision: quiet_trainer(strategy=ZeROStrategy(s, p), max_steps=1)  # noqa: E731
-            module = Watched(folder)
-            before = strategy().validate(module, data, verbose=False)[0]["val_loss"]
-            assert module.calls == 1
-            strategy().fit(module, data, data)
-            after = strategy().validate(module, data, verbose=False)[0]["val_loss"]
-            assert after < before, (stage, precision)
-            assert strategy().test(module, data, verbose=False)[0]["test_loss"] == pytest.approx(after, abs=1e-6)
-            calls = module.calls
-            (logits,) = strategy().predict(module, data)
-            assert logits.shape == (4, 32, 256)
-            # Once: neither stripped by the evaluation nor doubled by a second engine.
-            assert module.calls == calls + 1
-            strategy().fit(module, data)
-            assert mean(module.losses)[-1] == pytest.approx(after, abs=1e-2), "training goes on from there"
+    for stage, precision in ((1, "bf16-mixed"), (2, "32-true"), (3, "32-true"), (3, "bf16-mixed")):
+        trainer: Any = lambda s=stage, p=precision: quiet_trainer(strategy=ZeROStrategy(s, p), max_steps=1)  # noqa: E731
+        module = Watched(folder)
+        before = trainer().validate(module, data, verbose=False)[0]["val_loss"]
+        assert module.calls == 1
+        trainer().fit(module, data, data)
+        hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
+        after = trainer().validate(module, data, verbose=False)[0]["val_loss"]
+        assert after < before, (stage, precision)
+        assert trainer().test(module, data, verbose=False)[0]["test_loss"] == pytest.approx(after, abs=1e-6)
+        calls = module.calls
+        (logits,) = trainer().predict(module, data)
+        assert logits.shape == (4, 32, 256)
+        # Once: neither stripped by the evaluation nor doubled by a second engine.
+        assert module.calls == calls + 1
+        trainer().fit(module, data)
+        assert (len(module._forward_pre_hooks), len(module._forward_hooks)) == hooks, "one engine's"
+        assert mean(module.losses)[-1] == pytest.approx(after, abs=1e-2), "training goes on from there"
 
 
 @pytest.mark.slow
@@ -196,20 +252,35 @@ class Head(Lazy):
         return loss
 
 
+class Froze(Frozen):
+    """Some gives the optimizer what does not train, too, with a decay that would be seen."""
+
+    def __init__(self, folder: str, *, everything: bool) -> None:
+        super().__init__(folder=folder)
+        self.everything = everything
+
+    def configure_optimizers(self) -> Any:
+        chosen = [p for p in self.parameters() if self.everything or p.requires_grad]
+        return torch.optim.AdamW(chosen, lr=5e-3, weight_decay=10.0)
+
+
 @ranks(2, deadline=150)
 def other_modules(folder: str) -> None:
-    for make in (PlainModule, Frozen, lambda: Head(folder), lambda: Head(folder, lazy=False)):
-        for precision in ("32-true", "bf16-mixed"):
-            expected: list[float] | None = None
-            for stage in (2, 3):
-                if make is Frozen and stage == 3:
-                    # Random weights of transformers are drawn in another order when they are partitioned at once.
-                    continue
-                module, _ = plain_fit(make(), ZeROStrategy(stage, precision), steps=4)  # type: ignore[arg-type]
-                ours = mean(module.losses)
-                expected = expected or ours
-                # Stages differ in the order of sums: 1e-7 in FP32, a unit in the last place of BF16 weights.
-                assert ours == pytest.approx(expected, abs=1e-5 if precision == "32-true" else 5e-3), (make, stage)
+    cases: list[tuple[list[Any], Any]] = [
+        ([PlainModule, PlainModule], "32-true"),
+        ([PlainModule, PlainModule], "bf16-mixed"),
+        ([lambda: Froze(folder, everything=False), *[lambda: Froze(folder, everything=True)] * 2], "32-true"),
+        ([lambda: Head(folder), lambda: Head(folder)], "32-true"),
+        ([lambda: Head(folder, lazy=False), lambda: Head(folder)], "bf16-mixed"),
+    ]
+    for makes, precision in cases:
+        expected: list[float] | None = None
+        for stage, make in zip((2, 3, 2), makes, strict=False):
+            module, _ = plain_fit(make(), ZeROStrategy(stage, precision), steps=4)  # type: ignore[arg-type]
+            ours = mean(module.losses)
+            expected = expected or ours
+            # Stages differ in the order of sums: 1e-7 in FP32, a unit in the last place of BF16 weights.
+            assert ours == pytest.approx(expected, abs=1e-5 if precision == "32-true" else 5e-3), (make, stage)
 
 
 @pytest.mark.slow
@@ -220,6 +291,18 @@ def test_modules_without_hugging_face_or_with_more_than_it(folder: str) -> None:
 class Two(One):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=1.0) for _ in range(2)], []
+
+
+class Factored(One):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Packed(One):
+    def configure_optimizers(self) -> Any:
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(self.parameters())
 
 
 class Scalar(One):
@@ -244,6 +327,9 @@ def refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="one optimizer"):
         quiet_trainer(strategy=ZeROStrategy(2), max_steps=1).fit(module, data)
+    for kind, said in ((Factored, "Adafactor looks at whole parameters"), (Packed, "8-bit states of AdamW8bit")):
+        with pytest.raises(ConfigurationError, match=said):
+            quiet_trainer(strategy=ZeROStrategy(2), max_steps=1).fit(kind(), data)
     for stage in (1, 2, 3):
         with pytest.raises(ModelError, match="without dimensions"):
             quiet_trainer(strategy=ZeROStrategy(stage), max_steps=1).fit(Scalar(), data)
@@ -255,12 +341,22 @@ def test_what_deepspeed_cannot_do_is_refused() -> None:
     refused()
 
 
+class Loaded(UserModule):
+    """Looks at its parameters as soon as they have been read."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            # Cut while they were read: a whole model never was in memory.
+            assert all(hasattr(p, "ds_id") for p in self.model.parameters())
+
+
 @ranks(2, deadline=90)
 def outside(folder: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    module = UserModule(folder=folder)
+    module = Loaded(folder=folder)
     plain_fit(module, ZeROStrategy(3, "32-true"), steps=1)
     assert hasattr(next(module.model.parameters()), "ds_id")
     # On one rank alone: a partitioned load would wait for the other rank.
@@ -273,6 +369,15 @@ def test_a_model_loaded_outside_of_the_strategy_is_an_ordinary_one(folder: str) 
     outside(folder)
 
 
+class Table(Lazy):
+    """A buffer of the user's own, which ranks make different."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.register_buffer("table", torch.full((4,), 1.001 + dist.get_rank()))
+
+
 @ranks(2, deadline=120)
 def buffers(folder: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -280,8 +385,10 @@ def buffers(folder: str) -> None:
     expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_buffers())
     for precision in ("bf16-mixed", "bf16-true"):
         for lazy in (False, True):
-            module = Lazy(folder, lazy=lazy)
+            module = Table(folder, lazy=lazy)
             plain_fit(module, ZeROStrategy(3, precision), steps=1)  # type: ignore[arg-type]
+            # The first rank's, and not rounded.
+            assert torch.equal(module.table, torch.full((4,), 1.001))
             assert all(p.dtype == torch.bfloat16 and hasattr(p, "ds_id") for p in module.model.parameters())
             for name, buffer in module.model.named_buffers():
                 # Lightning's own strategy rounds them to BF16, and every rotation with them.
