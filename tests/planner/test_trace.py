@@ -49,12 +49,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout, int]] = {
     "fsdp": (tiny(), {"length": 1024, "gpus": 8}, Layout("fsdp", shard=8), 0),
     "fsdp tied": (tiny(tie_word_embeddings=True), {"length": 256, "gpus": 8}, Layout("fsdp", shard=8), 0),
     "fsdp lora": (tiny(), {"gpus": 8, "goal": "lora"}, Layout("fsdp", shard=8, checkpointing="full"), 0),
-    "hybrid": (tiny(), {"gpus": 8, "nodes": 128}, Layout("fsdp", shard=8, replicate=128, checkpointing="full"), 0),
+    "hybrid": (tiny(), {"gpus": 4, "nodes": 2}, Layout("fsdp", shard=4, replicate=2, checkpointing="full"), 0),
     "tensor": (_DEEP, {"gpus": 8}, Layout("tp_pp", tensor=2, shard=4, checkpointing="full", **_CUT), 0),
     "stage 1": (_DEEP, {"gpus": 4, **_PURE}, Layout("tp_pp", **_PIPELINE), 0),
     "stage 4": (_DEEP, {"gpus": 4, **_PURE}, Layout("tp_pp", **_PIPELINE), 3),
     "cut stage 1": (_DEEP, {"gpus": 8, "nodes": 2}, Layout("tp_pp", tensor=2, shard=2, **_PIPELINE, **_CUT), 0),
-    "cut stage 3": (_DEEP, {"gpus": 8, "nodes": 2}, Layout("tp_pp", tensor=2, shard=2, **_PIPELINE, **_CUT), 2),
 }
 _UNKNOWN = tiny(model_type="olmo2", num_hidden_layers=7)
 _REAL = tiny(num_hidden_layers=4, hidden_size=512, intermediate_size=1376, vocab_size=32000)
