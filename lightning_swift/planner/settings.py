@@ -177,8 +177,8 @@ class Layout:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Gradients are there before the backward pass begins: buckets of DDP, or an earlier micro-batch."""
-        return self.strategy == "ddp" or (self.strategy == "zero1" and self.accumulate > 1)
+        """New gradients are added to those that are there before the backward pass begins: DDP's buckets."""
+        return self.strategy == "ddp"
 
 
 def arithmetic(job: Job, layout: Layout) -> Arithmetic:
