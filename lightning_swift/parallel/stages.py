@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_swift.errors import ConfigurationError
+from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.parallel._pipeline_balance import Balance, balance, stage_shares
 from lightning_swift.parallel._pipeline_batch import Microbatch
 from lightning_swift.parallel._pipeline_stubs import EmbeddingStub, Entry, Exit, Stub
@@ -169,7 +170,7 @@ class Stage(nn.Module):
             return None, pretrained(**arguments).logits
         if self.loss_fn is not None:
             logits = pretrained(**arguments).logits
-            loss = self.loss_fn(logits, batch.labels_with_target()) * batch.share()
+            loss = _loss_of(self.loss_fn, logits, batch.labels_with_target()) * batch.share()
         else:
             out = pretrained(**arguments, labels=batch.labels, num_items_in_batch=batch.tokens)
             loss, logits = out.loss, out.logits
@@ -178,9 +179,20 @@ class Stage(nn.Module):
         return (loss, logits) if batch.wants_logits else loss
 
 
-def _whole(loss: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
+def _loss_of(loss_fn: LossFunction, logits: Tensor, labels: Tensor) -> Tensor:
+    try:
+        return loss_fn(logits, labels)
+    except (RuntimeError, NotImplementedError) as error:
+        if not isinstance(logits, DTensor):
+            raise
+        raise ModelError(
+            f"loss_fn cannot compute with logits that are cut along the vocabulary ({str(error).splitlines()[0]}).",
+            where="loss_parallel",
+            fix="Leave loss_parallel out, or compute with torch.nn.functional.cross_entropy, for which it is made.",
+        ) from error
 
+
+def _whole(loss: Tensor) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

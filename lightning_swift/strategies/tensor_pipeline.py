@@ -63,7 +63,7 @@ class TensorPipelineStrategy(TensorPipelineEngine):
             and head included.
         loss_fn: A loss of logits ``[rows, length, vocabulary]`` and labels ``[rows, length]`` to use in place of the
             model's own, as a function or the path of one (``"package.module.function"``). Called with one microbatch
-            on the last stage; the loss of a batch is the mean over its microbatches.
+            on the last stage; the loss of a batch is their mean, weighted by the number of target tokens.
         gather_logits: Give ``out.logits`` on every rank in validation, test and prediction. Costs a message of the
             size of the logits for each batch.
         data_parallel_shard: Number of ranks that parameters, gradients and optimizer state of each stage are sharded

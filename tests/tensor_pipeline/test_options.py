@@ -142,6 +142,14 @@ class Regularised(UserModule):
 
 PP2 = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
 TP2 = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
+
+
+def focal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss of the user's own that picks elements out of the vocabulary."""
+    chosen = torch.log_softmax(logits[:, :-1], -1).gather(-1, labels[:, 1:, None])
+    return -(chosen * (1 - chosen.exp())).mean()
+
+
 BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: UserModule("llama", layers=1), PP2, "1 layers cannot fill 2"),
     (lambda: UserModule("llama", layers=3), {**PP2, "schedule": "ZBVZeroBubble"}, "3 layers cannot fill 4"),
@@ -166,6 +174,10 @@ def test_refused_by_the_model() -> None:
     trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **PP2), callbacks=[WeightAveraging()])
     with pytest.raises(ConfigurationError, match="WeightAveraging averages into a copy"):
         trainer.fit(UserModule(), loader(Tokens(8), batch_size=4))
+    cut_loss = TensorPipelineStrategy("32-true", **TP2, loss_parallel=True, loss_fn=focal, self_check=False)
+    with pytest.raises(RuntimeError, match="failed to run forward") as failure:
+        quiet_trainer(strategy=cut_loss, max_steps=1).fit(UserModule(), loader(Tokens(8), batch_size=4))
+    assert "loss_fn cannot compute with logits that are cut along the vocabulary" in str(failure.value.__cause__)
     strategy = TensorPipelineStrategy("32-true", **TP2, compile="aot_eager")
     strategy.activation_checkpointing = CheckpointingSettings()
     with pytest.raises(ConfigurationError, match="cannot compile the recomputation"):
