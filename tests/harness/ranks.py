@@ -24,7 +24,9 @@ from typing import Any
 
 # Seconds a test body may take: eight ranks on two cores need 30. A slow or busy machine may stretch it further.
 DEADLINE = float(os.environ.get("LIGHTNING_SWIFT_TEST_DEADLINE", "120"))
-COLLECTIVE_TIMEOUT = timedelta(seconds=float(os.environ.get("LIGHTNING_SWIFT_TEST_DEADLINE", "120")))
+# Tests that run at the same time take the cores from one another.
+_AT_ONCE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+COLLECTIVE_TIMEOUT = timedelta(seconds=DEADLINE * _AT_ONCE)
 
 _PRELOAD = ["tests.harness.preload"]
 _context = mp.get_context("forkserver")
@@ -62,7 +64,11 @@ def run_ranks(
     deadline: float = DEADLINE,
     env: dict[str, str] | None = None,
 ) -> Any:
-    """Call ``function`` in ``n`` ranks; return rank 0's result or raise :class:`RanksFailed`."""
+    """Call ``function`` in ``n`` ranks; return rank 0's result or raise :class:`RanksFailed`.
+
+    ``deadline`` is in seconds of a machine that does nothing else.
+    """
+    deadline *= _AT_ONCE
     with tempfile.TemporaryDirectory(prefix="swift-ranks-") as folder:
         workers = []
         for rank in range(n):
@@ -91,7 +97,7 @@ def _collect(workers: list[tuple[Any, Connection]], end: float, deadline: float)
                 reports[rank] = (f"died without a report (exit code {workers[rank][0].exitcode})", None)
             if reports[rank][0] is not None:  # type: ignore[index]
                 # The peers of a failed rank wait in a collective: give them a moment to say so, then end them.
-                end = min(end, time.monotonic() + 3)
+                end = min(end, time.monotonic() + 3 * _AT_ONCE)
     for process, _ in workers:
         process.join(0.5 if not pending else 0)
         if process.is_alive():
