@@ -6,7 +6,6 @@ On top of it: recipes by name, wrong keys refused with the nearest valid one, on
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import subprocess
 import sys
@@ -48,8 +47,6 @@ _UNHELPFUL = (
     # The strategy prints its precision itself.
     r"Precision .* is not supported by the model summary",
 )
-# On importing it, bitsandbytes asks for a package that would speed up what the strategies switch off; peft imports it.
-_UNHELPFUL_LOGGER = "bitsandbytes.backends.cpu.ops"
 _CLASSES = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer, "lr_scheduler": LRScheduler}
 
 
@@ -167,7 +164,6 @@ def run_training(arguments: Sequence[str]) -> int:
     # `python -m` has the working directory on the path, and so users' own modules in `class_path`; a script has not.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    logging.getLogger(_UNHELPFUL_LOGGER).setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             for message in _UNHELPFUL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import traceback
@@ -27,6 +28,8 @@ _TRAINING = {
     "test": "evaluate on the test data",
     "predict": "run inference on the prediction data",
 }
+# On importing it, bitsandbytes asks for a package that would speed up what the strategies switch off; peft imports it.
+_UNHELPFUL_LOGGER = "bitsandbytes.backends.cpu.ops"
 _EPILOG = """\
 exit codes:
   0    success
@@ -55,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = _DEBUG in arguments
+    logging.getLogger(_UNHELPFUL_LOGGER).setLevel(logging.ERROR)
     try:
         return _run([argument for argument in arguments if argument != _DEBUG])
     except KeyboardInterrupt:

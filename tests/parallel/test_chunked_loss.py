@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_swift.adapters.settings import LoraSettings
 from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.models._chunked_loss import compute_loss_in_chunks
+from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
 from tests.harness.models import VOCAB, quiet_trainer, tiny_config, tiny_model
 from tests.harness.ranks import ranks
@@ -112,6 +115,15 @@ def test_what_is_not_the_logits_cross_entropy_is_refused() -> None:
         compute_loss_in_chunks(LlamaForSequenceClassification(tiny_config(layers=1)), CHUNK)
 
 
+def adapted_under_fsdp(**options: Any) -> Module:
+    module = Module(config(), **options)
+    sampler: Any = DistributedSampler(Uneven(), dist.get_world_size(), dist.get_rank(), shuffle=False)
+    strategy = FSDPBF16Strategy("32-true", lora=LoraSettings(r=2))
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, log_every_n_steps=1)
+    trainer.fit(module, DataLoader(Uneven(), batch_size=8, sampler=sampler))
+    return module
+
+
 @ranks(2)
 def chunked_on_two_ranks() -> None:
     steps = [list(range(16)), list(range(16, 32))]
@@ -123,6 +135,13 @@ def chunked_on_two_ranks() -> None:
     # The weight of the head is the embedding's, and belongs to the outermost group.
     gradients, losses = reference("qwen3", steps)
     check(fit("qwen3", "fsdp", batch_size=8, accumulate=1, **chunked), gradients, losses)
+    # A frozen head under adapters, inside of peft's wrapper.
+    theirs, ours = adapted_under_fsdp(loss="huggingface"), adapted_under_fsdp(**chunked)
+    assert ours.logged == pytest.approx(theirs.logged, rel=LOSS)
+    for found, expected in zip(ours.gradients, theirs.gradients, strict=True):
+        for name, gradient in expected.items():
+            # The first gradient of one of each pair of matrices is 0, since the other is.
+            assert (found[name] - gradient).abs().max() <= GRADIENT * gradient.abs().max(), name
     module = Module(config(), **chunked)
     trainer = quiet_trainer(strategy=TensorPipelineStrategy(tensor_parallel_size=2, precision="32-true"))
     with pytest.raises(ConfigurationError, match="cuts the head or the layers"):
