@@ -5,8 +5,11 @@ Importing starts no threads and no process group; kernels and devices stay untou
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+
+import cpuinfo
 
 MODULES = [
     "lightning.pytorch",
@@ -45,6 +48,9 @@ MODULES = [
 def _load() -> None:
     for name in MODULES:
         importlib.import_module(name)
+    # DeepSpeed asks it up to five times in each rank, and starts an interpreter for each answer.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
     # A collection in a rank would write to, and so copy, every page that it shares with the server.
     gc.collect()
     gc.freeze()
