@@ -256,9 +256,9 @@ def _quantised_layer(
 @cache
 def _state_of_weight() -> Any:
     """Class of an 8-bit layer's state whose codes are those of the layer's weight, there when it has been gathered."""
-    from bitsandbytes import MatmulLtState
+    from bitsandbytes import MatmulLtState  # type: ignore[attr-defined]  # not said to be public
 
-    class StateOfWeight(MatmulLtState):  # type: ignore[misc]
+    class StateOfWeight(MatmulLtState):
         # An attribute, so that the copy of a layer has one that looks at the copy.
         layer: Any = None
 
