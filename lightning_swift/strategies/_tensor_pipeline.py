@@ -45,10 +45,10 @@ from lightning_swift.strategies._tensor_pipeline_batch import (
 from lightning_swift.strategies._tensor_pipeline_model import (
     Pipeline,
     add_idle_parameter,
+    check_trainer,
     copies_of_tied_weights,
     plan_pipeline,
     put_pipeline,
-    refuse_copies,
     saved_model,
     share_tied_weights,
     stages_of,
@@ -90,7 +90,7 @@ class TensorPipelineEngine(MeshStrategy):
 
     @override
     def setup_environment(self) -> None:
-        refuse_copies(self._trainer)
+        check_trainer(self._trainer, self.mesh_sizes)
         super().setup_environment()
         self._watch = FailureWatch(self._label)
         # Of the first rank, since processes that are not seeded differ.

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Pipeline",
     "add_idle_parameter",
+    "check_trainer",
     "copies_of_tied_weights",
     "plan_pipeline",
     "put_pipeline",
-    "refuse_copies",
     "saved_model",
     "share_tied_weights",
     "stages_of",
@@ -95,12 +95,19 @@ def plan_pipeline(module: pl.LightningModule, sizes: MeshSizes, options: TensorP
     )
 
 
-def refuse_copies(trainer: pl.Trainer) -> None:
-    """Refuse callbacks that copy the module before it is cut and match copy and original by their order.
+def check_trainer(trainer: pl.Trainer, sizes: MeshSizes) -> None:
+    """Refuse what a Trainer is asked for and a model in parts cannot do.
 
     Raises:
-        ConfigurationError: There is one.
+        ConfigurationError: A callback that copies the module before it is cut and matches copy and original by their
+            order; anomaly detection with tensor parallelism.
     """
+    if trainer._detect_anomaly and sizes.tp > 1:
+        raise ConfigurationError(
+            "detect_anomaly=True looks at gradients by an operator that torch 2.13 does not have for cut layers.",
+            where="Trainer",
+            fix="Leave it out, or look with tensor_parallel_size=1: stages and shards can be looked at.",
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ConfigurationError(

@@ -50,6 +50,8 @@ def test_adapters_of_the_strategy(tmp_path: Path) -> None:
     assert manifest.adapters is not None
     assert all(".stages." not in name for name in manifest.tensors)
     assert {name for name in manifest.tensors if "lora_" in name} == set(saved_by_one_rank(tmp_path / "one.ckpt"))
+    # What peft reads first names the layers of all stages.
+    assert manifest.adapters == read_manifest(tmp_path / "one.ckpt").adapters
 
 
 @ranks(1)

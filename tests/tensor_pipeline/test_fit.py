@@ -72,18 +72,6 @@ def on_four_ranks(kind: str, layouts: list[dict[str, Any]], expected: Numbers) -
         assert_equal(TensorPipelineStrategy("32-true", **options), kind, expected)
 
 
-@pytest.mark.slow
-def test_all_axes_at_once_on_eight_ranks() -> None:
-    on_eight_ranks(plain("llama", layers=LAYERS, **SHORT))
-
-
-@ranks(8)
-def on_eight_ranks(expected: Numbers) -> None:
-    found = train(FullModule("llama", layers=LAYERS), TensorPipelineStrategy("32-true", **BOTH), **SHORT)
-    errors = [abs(a - b) for a, b in zip(found.flat(), expected.flat(), strict=True)]
-    assert max(errors) <= FIVE_DECIMALS, (found, expected)
-
-
 def test_bfloat16_stays_near_float32() -> None:
     bfloat16_on_four_ranks(plain("llama", layers=LAYERS, **SHORT))
 

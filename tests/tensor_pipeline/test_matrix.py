@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, get_args
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -97,6 +98,8 @@ def test_two_axes_at_once() -> None:
     check([("qwen3", {})], several)
 
 
+@pytest.mark.slow
 @ranks(8)
 def test_three_axes_at_once() -> None:
-    check(CUT, [{**BOTH, **ALL}, {**PP2, **HYBRID}, {**TP2, **SEQUENCE, **HYBRID}])
+    check(CUT[:-1], [{**BOTH, **ALL}, {**PP2, **HYBRID}])
+    check([("qwen3", {}), ("mixtral", {})], [{**TP2, **SEQUENCE, **HYBRID}])

@@ -174,6 +174,9 @@ def test_refused_by_the_model() -> None:
     trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **PP2), callbacks=[WeightAveraging()])
     with pytest.raises(ConfigurationError, match="WeightAveraging averages into a copy"):
         trainer.fit(UserModule(), loader(Tokens(8), batch_size=4))
+    trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **TP2), detect_anomaly=True)
+    with pytest.raises(ConfigurationError, match="detect_anomaly=True looks at gradients"):
+        trainer.fit(UserModule(), loader(Tokens(8), batch_size=4))
     cut_loss = TensorPipelineStrategy("32-true", **TP2, loss_parallel=True, loss_fn=focal, self_check=False)
     with pytest.raises(RuntimeError, match="failed to run forward") as failure:
         quiet_trainer(strategy=cut_loss, max_steps=1).fit(UserModule(), loader(Tokens(8), batch_size=4))
