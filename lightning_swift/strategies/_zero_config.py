@@ -18,13 +18,12 @@ from torch import nn
 
 from lightning_swift._shipped import nearest, shipped_folder
 from lightning_swift.errors import ConfigurationError
+from lightning_swift.strategies._zero_checks import AUTO, ZERO, check_keys, check_merged, check_supported, device_of
 from lightning_swift.strategies._zero_options import ZeROOptions
 
 __all__ = ["DeepSpeedConfig", "TrainerFacts", "base_config", "complete_config", "hidden_size", "size_buckets"]
 
 DeepSpeedConfig = dict[str, Any]
-_AUTO = "auto"
-_ZERO = "zero_optimization"
 # Elements. Smaller buckets would cost more in starting messages than they save.
 _LEAST_BUCKET = 1 << 20
 # Keys that DeepSpeed or Hugging Face read and that configure_optimizers decides here.
@@ -61,12 +60,11 @@ def base_config(options: ZeROOptions) -> DeepSpeedConfig:
         config = copy.deepcopy(dict(given))
     else:
         config = _read(_find(str(given)))
-    zero = config.setdefault(_ZERO, {})
-    if not isinstance(zero, dict):
-        raise ConfigurationError(f"{_ZERO} is {zero!r}, not an object.", where="config")
-    _check_supported(config, zero)
+    check_keys(config)
+    zero = config.setdefault(ZERO, {})
+    check_supported(config, zero)
     if given is not None:
-        _check_merged(zero, options)
+        check_merged(zero, options)
     return config
 
 
@@ -97,8 +95,8 @@ def size_buckets(config: DeepSpeedConfig, hidden: int | None) -> None:
         "stage3_prefetch_bucket_size": None if square is None else max(int(0.9 * square), _LEAST_BUCKET),
         "stage3_param_persistence_threshold": None if hidden is None else 10 * hidden,
     }
-    zero = config[_ZERO]
-    for key in [key for key, value in zero.items() if value == _AUTO]:
+    zero = config[ZERO]
+    for key in [key for key, value in zero.items() if value == AUTO]:
         size = sizes.get(key)
         if size is None:
             del zero[key]
@@ -151,61 +149,11 @@ def _read(path: Path) -> DeepSpeedConfig:
     return cast(DeepSpeedConfig, config)
 
 
-def _check_supported(config: DeepSpeedConfig, zero: dict[str, Any]) -> None:
-    if _device(zero, "offload_param") == "nvme":
-        raise ConfigurationError(
-            "offloading parameters to NVMe does not work: DeepSpeed fails at its second step for want of buffers.",
-            where=f"config: {_ZERO}.offload_param.device",
-            fix='Use "cpu"; offload_optimizer may be "nvme".',
-        )
-    fp16 = config.get("fp16", {})
-    if isinstance(fp16, Mapping) and fp16.get("enabled") is True:
-        raise ConfigurationError(
-            "FP16 is not supported: it needs loss scaling, which BF16 does not.",
-            where="config: fp16.enabled",
-            fix='Remove the section and choose precision="bf16-mixed" or "32-true" on the strategy.',
-        )
-
-
-def _check_merged(zero: dict[str, Any], options: ZeROOptions) -> None:
-    """What the options and a user's configuration say together, which each may say alone."""
-    if zero.get("stage") in (_AUTO, None):
-        zero.pop("stage", None)
-    stage = options.stage or zero.get("stage", 3)
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
-        raise ConfigurationError(
-            f"{_ZERO}.stage={stage!r} is not 1, 2 or 3.",
-            where=f"config: {_ZERO}.stage",
-            fix="Give one of them; without ZeRO, use DDPBF16Strategy.",
-        )
-    devices = {}
-    for key, option in (("offload_optimizer", options.offload_optimizer), ("offload_param", options.offload_params)):
-        section = zero.get(key)
-        if section is not None and not isinstance(section, Mapping):
-            raise ConfigurationError(f"{section!r} is not an object.", where=f"config: {_ZERO}.{key}")
-        devices[key] = device = option or _device(zero, key)
-        if device not in ("none", "cpu", "nvme"):
-            raise ConfigurationError(f"{device!r} is not none, cpu or nvme.", where=f"config: {_ZERO}.{key}.device")
-    if devices["offload_param"] != "none" and stage != 3:
-        raise ConfigurationError(
-            f"stage {stage} does not cut parameters up and cannot offload them.",
-            where=f"config: {_ZERO}.offload_param",
-            fix="Use stage 3, or leave it out.",
-        )
-    path = options.nvme_path or (zero.get("offload_optimizer") or {}).get("nvme_path")
-    if devices["offload_optimizer"] == "nvme" and (stage != 3 or path is None):
-        raise ConfigurationError(
-            "an optimizer on disk needs stage 3 and the path of a folder.",
-            where=f"config: {_ZERO}.offload_optimizer",
-            fix="Use stage 3 and set nvme_path, there or on the strategy.",
-        )
-
-
 def _drop_what_the_module_decides(config: DeepSpeedConfig) -> None:
     for key, hook in _OF_THE_MODULE.items():
         section = config.pop(key, None)
         params = section.get("params", {}) if isinstance(section, Mapping) else {}
-        fixed = [name for name, value in params.items() if value != _AUTO]
+        fixed = [name for name, value in params.items() if value != AUTO]
         if fixed:
             raise ConfigurationError(
                 f"{', '.join(fixed)} would not be used: the LightningModule's {hook} decides.",
@@ -216,11 +164,11 @@ def _drop_what_the_module_decides(config: DeepSpeedConfig) -> None:
 
 
 def _fill_batches(config: DeepSpeedConfig, facts: TrainerFacts) -> None:
-    accumulate = config.get("gradient_accumulation_steps", _AUTO)
+    accumulate = config.get("gradient_accumulation_steps", AUTO)
     _agree("gradient_accumulation_steps", accumulate, "Trainer(accumulate_grad_batches=...)", facts.accumulate)
     config["gradient_accumulation_steps"] = facts.accumulate
-    clip = config.get("gradient_clipping", _AUTO)
-    if facts.clip is not None or clip == _AUTO:
+    clip = config.get("gradient_clipping", AUTO)
+    if facts.clip is not None or clip == AUTO:
         _agree("gradient_clipping", clip, "Trainer(gradient_clip_val=...)", facts.clip or 0.0)
         config["gradient_clipping"] = float(facts.clip or 0.0)
     _fill_batch_size(config, facts)
@@ -228,23 +176,23 @@ def _fill_batches(config: DeepSpeedConfig, facts: TrainerFacts) -> None:
 
 def _fill_batch_size(config: DeepSpeedConfig, facts: TrainerFacts) -> None:
     """Of use to DeepSpeed's throughput figures only: what is trained on comes from the DataLoader."""
-    whole, micro = (config.pop(key, _AUTO) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    whole, micro = (config.pop(key, AUTO) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
     parts = facts.world_size * facts.accumulate
-    if whole != _AUTO and (whole % parts or micro not in (_AUTO, whole // parts)):
+    if whole != AUTO and (whole % parts or micro not in (AUTO, whole // parts)):
         raise ConfigurationError(
             f"train_batch_size={whole} is not train_micro_batch_size_per_gpu={micro} x {facts.world_size} ranks x "
             f"accumulate_grad_batches={facts.accumulate}.",
             where="config: train_batch_size",
             fix='Set train_batch_size to "auto".',
         )
-    config["train_micro_batch_size_per_gpu"] = micro if micro != _AUTO else 1 if whole == _AUTO else whole // parts
+    config["train_micro_batch_size_per_gpu"] = micro if micro != AUTO else 1 if whole == AUTO else whole // parts
 
 
 def _fill_precision(config: DeepSpeedConfig, options: ZeROOptions) -> None:
     wanted = options.precision != "32-true"
     bf16 = dict(config.get("bf16", {}))
     # A template's own value is no opinion of the user's.
-    given = bf16.get("enabled", _AUTO) if options.config is not None else _AUTO
+    given = bf16.get("enabled", AUTO) if options.config is not None else AUTO
     _agree("bf16.enabled", given, f'precision="{options.precision}" of the strategy', wanted)
     config["bf16"] = {**bf16, "enabled": wanted}
     if options.precision == "bf16-true":
@@ -252,22 +200,22 @@ def _fill_precision(config: DeepSpeedConfig, options: ZeROOptions) -> None:
     data_types = dict(config.get("data_types", {}))
     accumulate = "bf16" if options.precision == "bf16-true" else "fp32"
     # DeepSpeed's default is the dtype of the model: many small gradients would be lost in BF16 sums.
-    if options.config is None or data_types.get("grad_accum_dtype") in (None, _AUTO):
+    if options.config is None or data_types.get("grad_accum_dtype") in (None, AUTO):
         data_types["grad_accum_dtype"] = accumulate
     config["data_types"] = data_types
-    if options.config is None or config.get("communication_data_type") in (None, _AUTO):
+    if options.config is None or config.get("communication_data_type") in (None, AUTO):
         config["communication_data_type"] = "fp32" if options.reduce_dtype == "float32" else "bfp16"
 
 
 def _fill_zero(config: DeepSpeedConfig, options: ZeROOptions, facts: TrainerFacts) -> None:
-    zero = config[_ZERO]
-    _agree("stage", zero.get("stage", _AUTO), "stage", options.stage, prefix=f"{_ZERO}.")
+    zero = config[ZERO]
+    _agree("stage", zero.get("stage", AUTO), "stage", options.stage, prefix=f"{ZERO}.")
     zero["stage"] = options.stage or zero.get("stage", 3)
     _fill_offload(zero, "offload_optimizer", options, facts)
     _fill_offload(zero, "offload_param", options, facts)
     zero["contiguous_gradients"] = options.contiguous_gradients
     # On the CPU there is no second stream to overlap with.
-    zero["overlap_comm"] = facts.on_gpu if options.overlap_comm == _AUTO else options.overlap_comm
+    zero["overlap_comm"] = facts.on_gpu if options.overlap_comm == AUTO else options.overlap_comm
     sizes = {"reduce_bucket_size": options.reduce_bucket_size, "sub_group_size": options.sub_group_size}
     if zero["stage"] == 3:
         sizes["stage3_prefetch_bucket_size"] = options.prefetch_bucket_size
@@ -275,40 +223,35 @@ def _fill_zero(config: DeepSpeedConfig, options: ZeROOptions, facts: TrainerFact
     else:
         sizes["allgather_bucket_size"] = options.allgather_bucket_size
     for key, size in sizes.items():
-        if size != _AUTO:
-            _agree(key, zero.get(key, _AUTO) if options.config is not None else _AUTO, key, size, prefix=f"{_ZERO}.")
+        if size != AUTO:
+            _agree(key, zero.get(key, AUTO) if options.config is not None else AUTO, key, size, prefix=f"{ZERO}.")
             zero[key] = size
         elif key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
-            zero.setdefault(key, _AUTO)
+            zero.setdefault(key, AUTO)
 
 
 def _fill_offload(zero: dict[str, Any], key: str, options: ZeROOptions, facts: TrainerFacts) -> None:
     wanted = options.offload_optimizer if key == "offload_optimizer" else options.offload_params
-    given = _device(zero, key)
+    given = device_of(zero, key)
     if options.config is not None and key in zero:
         option = "offload_optimizer" if key == "offload_optimizer" else "offload_params"
-        _agree(f"{key}.device", given, option, wanted, prefix=f"{_ZERO}.")
+        _agree(f"{key}.device", given, option, wanted, prefix=f"{ZERO}.")
     # A template may offload more than was asked for; only a user's own configuration is an answer to None.
     device = wanted or (given if options.config is not None else "none")
     section = dict(zero.pop(key, None) or {})
-    if device in ("none", _AUTO):
+    if device in ("none", AUTO):
         return
-    if options.pin_memory != _AUTO:
+    if options.pin_memory != AUTO:
         section["pin_memory"] = options.pin_memory
-    elif options.config is None or section.get("pin_memory", _AUTO) == _AUTO:
+    elif options.config is None or section.get("pin_memory", AUTO) == AUTO:
         section["pin_memory"] = facts.on_gpu
     if device == "nvme" and options.nvme_path is not None:
         section["nvme_path"] = options.nvme_path
     zero[key] = {**section, "device": device}
 
 
-def _device(zero: Mapping[str, Any], key: str) -> str:
-    section = zero.get(key)
-    return str(section.get("device", "none")) if isinstance(section, Mapping) else "none"
-
-
 def _agree(key: str, given: object, other: str, value: object, *, prefix: str = "") -> None:
-    if given in (_AUTO, None) or value is None or given == value:
+    if given in (AUTO, None) or value is None or given == value:
         return
     raise ConfigurationError(
         f"{prefix}{key}={given!r} of the DeepSpeed configuration contradicts {other}, which is {value!r}.",

@@ -191,6 +191,10 @@ def test_a_file_is_read_and_a_shipped_name_found(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 2}}, {"offload_optimizer": "nvme", "nvme_path": "/x"}, {}, "needs stage 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, {}, "offload_optimizer.device"),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, {}, {}, "'cpu' is not an object"),
+        ({"zero_optimisation": {"stage": 2}}, {}, {}, "Write zero_optimization"),
+        ({"gradient_cliping": 1.0}, {}, {}, "Write gradient_clipping"),
+        ({"gradient_clipping": "1.0"}, {}, {}, 'neither "auto" nor a number'),
+        ({"bf16": True}, {}, {}, "bf16 is True, not an object"),
         (
             {"zero_optimization": {"reduce_bucket_size": 100}},
             {"reduce_bucket_size": 200},
