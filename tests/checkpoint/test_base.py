@@ -19,6 +19,7 @@ from lightning_swift.errors import CheckpointMismatchError, CheckpointNotFoundEr
 from lightning_swift.strategies.ddp import DDPBF16Strategy
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from tests.checkpoint.runs import fit, mean_losses
+from tests.harness.exports import reload_here
 from tests.harness.models import UserModule, save_tiny_model
 from tests.harness.ranks import ranks
 
@@ -88,9 +89,10 @@ def test_merge_and_export_read_the_folder_wherever_it_lies(
         main(["merge", str(checkpoint), str(tmp_path / "cli"), "--base", str(tmp_path / "moved"), "--overwrite"]) == 0
     )
     capsys.readouterr()
-    report = export_checkpoint(checkpoint, tmp_path / "moved-out", base=tmp_path / "moved")
-    assert report.verified
-    assert export_checkpoint(checkpoint, tmp_path / "adapter", format="adapter", base=tmp_path / "moved").verified
+    with reload_here():
+        report = export_checkpoint(checkpoint, tmp_path / "moved-out", base=tmp_path / "moved")
+        assert report.verified
+        assert export_checkpoint(checkpoint, tmp_path / "adapter", format="adapter", base=tmp_path / "moved").verified
     expected = load_file(tmp_path / "full" / "model.safetensors")
     for name in ("there", "cli", "moved-out"):
         found = load_file(tmp_path / name / "model.safetensors")

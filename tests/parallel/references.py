@@ -70,8 +70,8 @@ class Seq2Seq(PlainModule):
 class ValueHead(UserModule):
     """A Hugging Face model, a head of the user's own next to it, and a parameter on the module itself."""
 
-    def __init__(self, kind: str = "llama", *, direct: bool = False) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: str = "llama", *, direct: bool = False, **config: Any) -> None:
+        super().__init__(kind, **config)
         torch.manual_seed(5)
         self.value = nn.Sequential(nn.Linear(VOCAB, 8), nn.Tanh(), nn.Linear(8, 1))
         self.scale = nn.Parameter(torch.tensor([0.5, 2.0])) if direct else None

@@ -135,24 +135,24 @@ class Norms:
 @ranks(2)
 def test_trainer_clipping_is_a_single_process() -> None:
     # Norms are about 1 here, so 0.3 clips every step, and 0.002 about a tenth of all elements.
-    losses, first, expected = single_process(tiny_model().train(), world=2, clip_norm=0.3)
+    losses, first, expected = single_process(tiny_model(layers=2).train(), world=2, clip_norm=0.3)
     norms = _precision.clip_by_norm = Norms()
-    module, recorded = fit(UserModule(), FSDPBF16Strategy("32-true"), gradient_clip_val=0.3)
+    module, recorded = fit(UserModule(layers=2), FSDPBF16Strategy("32-true"), gradient_clip_val=0.3)
     assert max(abs(a - b) for a, b in zip(mean_losses(module), losses, strict=True)) <= AFTER_TRAINING
     assert norms.values[0] == pytest.approx(norm_of(first), rel=NORM)
     assert norms.values == pytest.approx(expected, rel=1e-3)  # their models have drifted by AFTER_TRAINING
-    losses, first, _ = single_process(tiny_model().train(), world=2, clip_value=0.002)
+    losses, first, _ = single_process(tiny_model(layers=2).train(), world=2, clip_value=0.002)
     assert sum((g.abs() > 0.002).double().mean() for g in first.values()) / len(first) > 0.02
     kwargs: dict[str, Any] = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
-    module, recorded = fit(UserModule(), FSDPBF16Strategy("32-true"), **kwargs)
+    module, recorded = fit(UserModule(layers=2), FSDPBF16Strategy("32-true"), **kwargs)
     assert recorded.gradients
     assert max(abs(a - b) for a, b in zip(mean_losses(module), losses, strict=True)) <= AFTER_TRAINING
 
 
 @ranks(4)
 def test_trainer_clipping_under_hybrid_sharding_offload_and_accumulation() -> None:
-    losses, _, _ = single_process(tiny_model().train(), world=4, clip_norm=0.3, batch=1, accumulate=2, steps=10)
+    losses, _, _ = single_process(tiny_model(layers=2).train(), world=4, clip_norm=0.3, batch=1, accumulate=2, steps=10)
     strategy = FSDPBF16Strategy("32-true", data_parallel_replicate=2, cpu_offload=True, accumulate_without_sync=True)
-    module, _ = fit(UserModule(), strategy, gradient_clip_val=0.3, batch=1, accumulate_grad_batches=2, steps=10)
+    module, _ = fit(UserModule(layers=2), strategy, gradient_clip_val=0.3, batch=1, accumulate_grad_batches=2, steps=10)
     assert max(abs(a - b) for a, b in zip(mean_losses(module), losses, strict=True)) <= AFTER_TRAINING
     assert dist.get_world_size() == 4

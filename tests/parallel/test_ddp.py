@@ -28,13 +28,13 @@ from tests.parallel.references import (
 from tests.parallel.test_parity import assert_gradients, close
 
 MODULES: dict[str, Any] = {
-    "llama": lambda: UserModule("llama"),
-    "qwen3 (tied)": lambda: UserModule("qwen3"),
-    "gpt2": lambda: UserModule("gpt2"),
-    "frozen": lambda: Frozen("llama"),
+    "llama": lambda: UserModule("llama", layers=2),
+    "qwen3 (tied)": lambda: UserModule("qwen3", layers=2),
+    "gpt2": lambda: UserModule("gpt2", layers=2),
+    "frozen": lambda: Frozen("llama", layers=2),
     "plain": PlainModule,
     "tied by hand": TiedByHand,
-    "parameter on the module": lambda: ValueHead("llama", direct=True),
+    "parameter on the module": lambda: ValueHead("llama", direct=True, layers=2),
     "adapters of peft": Lora,
 }
 
@@ -63,7 +63,7 @@ def test_bf16_is_plain_ddp_under_autocast_bit_for_bit() -> None:
 def test_options_that_must_not_change_anything_do_not() -> None:
     for accumulate in (1, 2):
         kwargs: dict[str, Any] = {"steps": 4, "batch": 2, "accumulate_grad_batches": accumulate}
-        expected = fit(UserModule("llama"), DDPBF16Strategy("32-true"), **kwargs)
+        expected = fit(UserModule(layers=2), DDPBF16Strategy("32-true"), **kwargs)
         for options in (
             {"bucket_cap_mb": 0.01},
             {"gradient_as_bucket_view": False},
@@ -72,7 +72,7 @@ def test_options_that_must_not_change_anything_do_not() -> None:
             {"compile": "aot_eager", "bucket_cap_mb": 0.05},
             {"compile": "aot_eager", "block_classes": ["LlamaMLP"]},
         ):
-            found = fit(UserModule("llama"), DDPBF16Strategy("32-true", **options), **kwargs)
+            found = fit(UserModule(layers=2), DDPBF16Strategy("32-true", **options), **kwargs)
             assert_same(found, expected, (accumulate, options))
 
 
@@ -80,9 +80,9 @@ def test_options_that_must_not_change_anything_do_not() -> None:
 def test_a_static_graph_accumulates() -> None:
     for accumulate in (1, 2):
         kwargs: dict[str, Any] = {"steps": 6, "batch": 2, "accumulate_grad_batches": accumulate}
-        expected = fit(UserModule("llama"), DDPBF16Strategy("32-true"), **kwargs)
+        expected = fit(UserModule(layers=2), DDPBF16Strategy("32-true"), **kwargs)
         for options in ({}, {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.1}):
-            found = fit(UserModule("llama"), DDPBF16Strategy("32-true", static_graph=True, **options), **kwargs)
+            found = fit(UserModule(layers=2), DDPBF16Strategy("32-true", static_graph=True, **options), **kwargs)
             # The first micro-batch of all is reduced by itself, so that its sum is formed in another order.
             assert_gradients(found[1].gradients, expected[1].gradients, prefix="")
             assert close(found[0].losses, expected[0].losses)
@@ -92,7 +92,7 @@ def test_a_static_graph_accumulates() -> None:
 @ranks(2)
 def test_checkpointing_and_compile_under_ddp() -> None:
     for precision in ("32-true", "bf16-mixed"):
-        plain = fit(UserModule(), DDPBF16Strategy(precision), steps=4)
+        plain = fit(UserModule(layers=2), DDPBF16Strategy(precision), steps=4)
         for mode in ("full", "selective"):
             for backend in (None, "aot_eager"):
                 recorder = Recorder()
@@ -104,7 +104,7 @@ def test_checkpointing_and_compile_under_ddp() -> None:
 def fit_with(callback: Any, recorder: Recorder, strategy: Any) -> UserModule:
     from tests.harness.models import Tokens, loader, quiet_trainer
 
-    module = UserModule()
+    module = UserModule(layers=2)
     trainer = quiet_trainer(strategy=strategy, max_steps=4, callbacks=[callback, recorder])
     trainer.fit(module, loader(Tokens(), batch_size=4, rank=dist.get_rank(), world_size=dist.get_world_size()))
     return module
@@ -129,11 +129,13 @@ def check_single_process(accumulate: int, batch: int) -> None:
     world = dist.get_world_size()
     steps = 20 // accumulate
     losses, gradients, _ = single_process(
-        tiny_model().train(), world=world, steps=steps, accumulate=accumulate, batch=batch
+        tiny_model(layers=2).train(), world=world, steps=steps, accumulate=accumulate, batch=batch
     )
     for without_sync in (True, False):
         strategy = DDPBF16Strategy("32-true", accumulate_without_sync=without_sync)
-        module, recorded = fit(UserModule(), strategy, steps=steps, batch=batch, accumulate_grad_batches=accumulate)
+        module, recorded = fit(
+            UserModule(layers=2), strategy, steps=steps, batch=batch, accumulate_grad_batches=accumulate
+        )
         assert_gradients(recorded.gradients, gradients)
         assert close(mean_losses(module), losses), without_sync
 
@@ -168,8 +170,8 @@ def test_without_sync_gradients_are_exchanged_with_the_last_micro_batch_only() -
 
 
 class NormLogger(UserModule):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -179,17 +181,17 @@ class NormLogger(UserModule):
 @ranks(2)
 def test_clipping_is_a_single_process_and_plain_ddp() -> None:
     # Norms are about 1 here, so 0.3 clips every step, and 0.002 about a tenth of all elements.
-    losses, first, norms = single_process(tiny_model().train(), world=2, clip_norm=0.3)
-    module, _ = fit(NormLogger(), DDPBF16Strategy("32-true"), gradient_clip_val=0.3)
+    losses, first, norms = single_process(tiny_model(layers=2).train(), world=2, clip_norm=0.3)
+    module, _ = fit(NormLogger(layers=2), DDPBF16Strategy("32-true"), gradient_clip_val=0.3)
     assert close(mean_losses(module), losses)
     assert module.norms[0] == pytest.approx(norm_of(first), rel=2e-6)  # a sum of 2e5 squares in another order
     assert module.norms == pytest.approx(norms, rel=1e-3)  # their models have drifted by AFTER_TRAINING
     kwargs: dict[str, Any] = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
-    losses, _, _ = single_process(tiny_model().train(), world=2, clip_value=0.002)
-    module, _ = fit(UserModule(), DDPBF16Strategy("32-true"), **kwargs)
+    losses, _, _ = single_process(tiny_model(layers=2).train(), world=2, clip_value=0.002)
+    module, _ = fit(UserModule(layers=2), DDPBF16Strategy("32-true"), **kwargs)
     assert close(mean_losses(module), losses)
-    ours = fit(UserModule(), DDPBF16Strategy(), steps=4, **kwargs)
-    assert_same(ours, fit(UserModule(), "ddp", steps=4, precision="bf16-mixed", **kwargs), "value")
+    ours = fit(UserModule(layers=2), DDPBF16Strategy(), steps=4, **kwargs)
+    assert_same(ours, fit(UserModule(layers=2), "ddp", steps=4, precision="bf16-mixed", **kwargs), "value")
 
 
 @ranks(2)

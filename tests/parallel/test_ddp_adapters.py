@@ -95,7 +95,7 @@ def two(folder: str) -> None:
 
 @pytest.mark.parametrize("run", [one, two], ids=["1", "2"])
 def test_fp32_is_one_plain_process(run: Any, tmp_path: Path) -> None:
-    run(str(save_tiny_model(tmp_path / "model")))
+    run(str(save_tiny_model(tmp_path / "model", layers=2)))
 
 
 @ranks(2)
@@ -113,7 +113,7 @@ def bf16(folder: str) -> None:
 
 
 def test_bf16_keeps_adapters_in_float32_and_trains(tmp_path: Path) -> None:
-    bf16(str(save_tiny_model(tmp_path / "model")))
+    bf16(str(save_tiny_model(tmp_path / "model", layers=2)))
 
 
 @ranks(2)

@@ -60,8 +60,10 @@ class ByHand(UserModule):
 
 def parity(kind: str, name: str, world: int) -> None:
     """Losses of 20 steps and every adapter's first gradient against a plain loop over a peft model."""
-    module, recorded = fit(UserModule(kind, lr=LR), FSDPBF16Strategy("32-true", lora=SETTINGS[name]))
-    losses, gradients, _ = single_process(peft_model(tiny_model(kind).train(), name).train(), world=world, lr=LR)
+    module, recorded = fit(UserModule(kind, lr=LR, layers=2), FSDPBF16Strategy("32-true", lora=SETTINGS[name]))
+    losses, gradients, _ = single_process(
+        peft_model(tiny_model(kind, layers=2).train(), name).train(), world=world, lr=LR
+    )
     assert_gradients(recorded.gradients, gradients)
     assert all("lora_" in parameter for parameter in gradients)
     assert close(mean_losses(module), losses), name
@@ -84,8 +86,8 @@ def test_two_ranks_are_peft_in_a_single_process(kind: str, names: list[str]) -> 
 def test_fp32_is_ddp_over_a_peft_model_bit_for_bit() -> None:
     # With two ranks a sum over them has one order only: losses of 20 steps and all weights after them are equal.
     for name, kind in (("lora", "gemma"), ("dora", "llama"), ("rslora", "qwen3")):
-        ours, recorded = fit(UserModule(kind), FSDPBF16Strategy("32-true", lora=SETTINGS[name]))
-        theirs, reference = fit(ByHand(kind, name), "ddp")
+        ours, recorded = fit(UserModule(kind, layers=2), FSDPBF16Strategy("32-true", lora=SETTINGS[name]))
+        theirs, reference = fit(ByHand(kind, name, layers=2), "ddp")
         assert ours.losses == theirs.losses, name
         assert recorded.weights.keys() == reference.weights.keys()
         for parameter, weight in reference.weights.items():
@@ -96,8 +98,8 @@ def test_fp32_is_ddp_over_a_peft_model_bit_for_bit() -> None:
 @on_first_rank
 def bf16_emulator(name: str, *, world: int, steps: int) -> list[list[float]]:
     """By hand in one process: a frozen base and a copy of the adapters in bfloat16, masters of these in float32."""
-    master = peft_model(tiny_model().train(), name)
-    work = peft_model(tiny_model().train(), name)
+    master = peft_model(tiny_model(layers=2).train(), name)
+    work = peft_model(tiny_model(layers=2).train(), name)
     for parameter in work.parameters():
         parameter.data = parameter.data.bfloat16()
     pairs = [(p, c) for p, c in zip(master.parameters(), work.parameters(), strict=True) if p.requires_grad]
@@ -125,7 +127,7 @@ def bf16_emulator(name: str, *, world: int, steps: int) -> list[list[float]]:
 def test_bf16_is_the_emulator_bit_for_bit() -> None:
     # Halving is exact in binary, so sums over two ranks do not depend on when they are divided.
     for name in ("lora", "rslora"):
-        module, recorded = fit(UserModule(), FSDPBF16Strategy(lora=SETTINGS[name]), steps=10)
+        module, recorded = fit(UserModule(layers=2), FSDPBF16Strategy(lora=SETTINGS[name]), steps=10)
         expected = bf16_emulator(name, world=2, steps=10)
         assert module.losses == [losses[dist.get_rank()] for losses in expected], name
         frozen = {w.dtype for parameter, w in recorded.weights.items() if "lora_" not in parameter}
@@ -159,7 +161,7 @@ class Lazy(UserModule):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+    return str(save_tiny_model(tmp_path_factory.mktemp("model"), layers=2))
 
 
 @ranks(2)
@@ -200,7 +202,7 @@ def test_causal_lm_takes_adapters_unchanged(folder: str) -> None:
     )
     data = loader(Tokens(), batch_size=BATCH, rank=dist.get_rank(), world_size=2)
     trainer.fit(module, data)
-    losses, _, _ = single_process(peft_model(tiny_model().train(), "lora").train(), world=2, steps=6, lr=LR)
+    losses, _, _ = single_process(peft_model(tiny_model(layers=2).train(), "lora").train(), world=2, steps=6, lr=LR)
     assert close(module.losses, losses)
     validation = trainer.validate(module, data, verbose=False)[0]["val_loss"]
     assert trainer.test(module, data, verbose=False)[0]["test_loss"] == validation

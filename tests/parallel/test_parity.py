@@ -29,17 +29,17 @@ AFTER_TRAINING = 3e-5
 GRADIENT = 1e-5
 
 MODULES: dict[str, Any] = {
-    "llama": lambda: UserModule("llama"),
-    "qwen3 (tied)": lambda: UserModule("qwen3"),
-    "mistral": lambda: UserModule("mistral"),
-    "gemma": lambda: UserModule("gemma"),
-    "gpt2": lambda: UserModule("gpt2"),
-    "frozen": lambda: Frozen("llama"),
+    "llama": lambda: UserModule("llama", layers=2),
+    "qwen3 (tied)": lambda: UserModule("qwen3", layers=2),
+    "mistral": lambda: UserModule("mistral", layers=2),
+    "gemma": lambda: UserModule("gemma", layers=2),
+    "gpt2": lambda: UserModule("gpt2", layers=2),
+    "frozen": lambda: Frozen("llama", layers=2),
     "plain": PlainModule,
     "nn.Transformer": Seq2Seq,
     "tied by hand": TiedByHand,
-    "value head": lambda: ValueHead("qwen3"),
-    "parameter on the module": lambda: ValueHead("llama", direct=True),
+    "value head": lambda: ValueHead("qwen3", layers=2),
+    "parameter on the module": lambda: ValueHead("llama", direct=True, layers=2),
 }
 
 
@@ -59,7 +59,7 @@ def test_fp32_is_ddp_bit_for_bit_at_two_ranks(names: list[str]) -> None:
 @ranks(2)
 def test_options_that_must_not_change_anything_do_not() -> None:
     # A difference would show at the second step; six leave room for one in the moments.
-    expected = fit(UserModule("llama"), FSDPBF16Strategy("32-true"), steps=6)[0].losses
+    expected = fit(UserModule(layers=2), FSDPBF16Strategy("32-true"), steps=6)[0].losses
     for options in (
         {"compile": "aot_eager"},
         {"cpu_offload": True},
@@ -68,7 +68,7 @@ def test_options_that_must_not_change_anything_do_not() -> None:
         {"block_classes": ["LlamaMLP", "LlamaAttention"]},
         {"reduce_dtype": "float32", "data_parallel_replicate": 2},
     ):
-        assert fit(UserModule("llama"), FSDPBF16Strategy("32-true", **options), steps=6)[0].losses == expected, options
+        assert fit(UserModule(layers=2), FSDPBF16Strategy("32-true", **options), steps=6)[0].losses == expected, options
 
 
 def close(ours: list[float], expected: list[float], tolerance: float = AFTER_TRAINING) -> bool:
@@ -87,17 +87,17 @@ def assert_gradients(ours: dict[str, torch.Tensor], expected: dict[str, torch.Te
 @ranks(2)
 def test_fp32_is_a_single_process(kinds: list[str]) -> None:
     for kind in kinds:
-        module, recorded = fit(UserModule(kind), FSDPBF16Strategy("32-true"))
-        losses, gradients, _ = single_process(tiny_model(kind).train(), world=2)
+        module, recorded = fit(UserModule(kind, layers=2), FSDPBF16Strategy("32-true"))
+        losses, gradients, _ = single_process(tiny_model(kind, layers=2).train(), world=2)
         assert_gradients(recorded.gradients, gradients)
         assert close(mean_losses(module), losses), kind
 
 
 @ranks(4)
 def test_hybrid_and_full_sharding_on_four_ranks_are_a_single_process() -> None:
-    losses, gradients, _ = single_process(tiny_model("qwen3").train(), world=4, batch=2)
-    for options in ({"data_parallel_replicate": 2}, {"data_parallel_replicate": 2, "data_parallel_shard": 2}, {}):
-        module, recorded = fit(UserModule("qwen3"), FSDPBF16Strategy("32-true", **options), batch=2)
+    losses, gradients, _ = single_process(tiny_model("qwen3", layers=2).train(), world=4, batch=2)
+    for options in ({"data_parallel_replicate": 2}, {}):
+        module, recorded = fit(UserModule("qwen3", layers=2), FSDPBF16Strategy("32-true", **options), batch=2)
         assert_gradients(recorded.gradients, gradients)
         assert close(mean_losses(module), losses), options
 
@@ -106,10 +106,12 @@ def test_hybrid_and_full_sharding_on_four_ranks_are_a_single_process() -> None:
 @ranks(2)
 def test_accumulation_is_a_single_process(accumulate: int) -> None:
     steps = 20 // accumulate
-    losses, gradients, _ = single_process(tiny_model().train(), world=2, steps=steps, accumulate=accumulate, batch=2)
+    losses, gradients, _ = single_process(
+        tiny_model(layers=2).train(), world=2, steps=steps, accumulate=accumulate, batch=2
+    )
     for without_sync in (False, True):
         strategy = FSDPBF16Strategy("32-true", accumulate_without_sync=without_sync)
-        module, recorded = fit(UserModule(), strategy, steps=steps, batch=2, accumulate_grad_batches=accumulate)
+        module, recorded = fit(UserModule(layers=2), strategy, steps=steps, batch=2, accumulate_grad_batches=accumulate)
         assert_gradients(recorded.gradients, gradients)
         assert close(mean_losses(module), losses), without_sync
 
@@ -138,8 +140,8 @@ class CountsReductions(UserModule):
 
 @ranks(2)
 def test_peft_adapters_are_a_single_process() -> None:
-    module, recorded = fit(Lora(), FSDPBF16Strategy("32-true"))
-    reference = Lora()
+    module, recorded = fit(Lora(layers=2), FSDPBF16Strategy("32-true"))
+    reference = Lora(layers=2)
     reference.configure_model()
     losses, gradients, _ = single_process(reference.model.train(), world=2)
     assert gradients
@@ -156,8 +158,8 @@ def test_peft_adapters_are_a_single_process() -> None:
 
 @ranks(4)
 def test_value_head_and_compile_work_under_hybrid_sharding() -> None:
-    expected = fit(ValueHead("llama", direct=True), "ddp", steps=8, batch=2)[0]
+    expected = fit(ValueHead("llama", direct=True, layers=2), "ddp", steps=8, batch=2)[0]
     for options in ({}, {"compile": "aot_eager"}):
         strategy = FSDPBF16Strategy("32-true", data_parallel_replicate=2, **options)
-        module = fit(ValueHead("llama", direct=True), strategy, steps=8, batch=2)[0]
+        module = fit(ValueHead("llama", direct=True, layers=2), strategy, steps=8, batch=2)[0]
         assert close(module.losses, expected.losses), options

@@ -27,8 +27,8 @@ from tests.parallel.references import bf16_emulator, fit
 def test_bf16_is_the_emulator_bit_for_bit_at_two_ranks(kinds: list[str]) -> None:
     # Most CPUs emulate BF16, so only the first has the whole length.
     for kind, steps in zip(kinds, (20, 6, 6), strict=False):
-        module, _ = fit(UserModule(kind), FSDPBF16Strategy(), steps=steps)
-        expected = bf16_emulator(kind, world=2, steps=steps)
+        module, _ = fit(UserModule(kind, layers=2), FSDPBF16Strategy(), steps=steps)
+        expected = bf16_emulator(kind, world=2, steps=steps, layers=2)
         assert module.losses == [losses[dist.get_rank()] for losses in expected], kind
 
 
@@ -36,15 +36,15 @@ def test_bf16_is_the_emulator_bit_for_bit_at_two_ranks(kinds: list[str]) -> None
 def test_bf16_accumulation_sums_in_float32() -> None:
     for without_sync in (False, True):
         strategy = FSDPBF16Strategy(accumulate_without_sync=without_sync)
-        module, _ = fit(UserModule(), strategy, steps=3, accumulate_grad_batches=4)
-        expected = bf16_emulator("llama", world=2, steps=3, accumulate=4, synchronised=not without_sync)
+        module, _ = fit(UserModule(layers=2), strategy, steps=3, accumulate_grad_batches=4)
+        expected = bf16_emulator("llama", world=2, steps=3, accumulate=4, synchronised=not without_sync, layers=2)
         assert module.losses == [losses[dist.get_rank()] for losses in expected], without_sync
 
 
 @ranks(1)
 def test_one_rank_is_the_emulator_too() -> None:
-    module, _ = fit(UserModule(), FSDPBF16Strategy(), steps=8)
-    assert module.losses == [losses[0] for losses in bf16_emulator("llama", world=1, steps=8)]
+    module, _ = fit(UserModule(layers=2), FSDPBF16Strategy(), steps=8)
+    assert module.losses == [losses[0] for losses in bf16_emulator("llama", world=1, steps=8, layers=2)]
 
 
 class Observed(UserModule):
