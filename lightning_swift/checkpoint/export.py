@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_swift.checkpoint.adapter import write_adapter
-from lightning_swift.checkpoint.base import verified_base
+from lightning_swift.checkpoint.base import base_entries, verified_base
 from lightning_swift.checkpoint.commit import locate
 from lightning_swift.checkpoint.export_logits import digests_of, logits_of, token_ids
 from lightning_swift.checkpoint.export_reference import build_reference, common_dtype
@@ -194,17 +194,27 @@ def _expected(
         ids=ids,
         logits=logits_of(reference, ids),
         dtype=name,
-        tolerance=_tolerance(manifest, dtype, merged=merged),
+        tolerance=_tolerance(manifest, dtype, base, merged=merged),
         digests=digests_of(reference) if manifest.adapters is None else None,
         quantization=manifest.quantization,
     )
 
 
-def _tolerance(manifest: Manifest, dtype: str | None, *, merged: bool) -> float:
+def _tolerance(manifest: Manifest, dtype: str | None, base: Path | None, *, merged: bool) -> float:
+    narrowest = _narrowest(manifest)
     if merged:
-        return ROUNDING[dtype or _narrowest(manifest)]
+        return ROUNDING[dtype or narrowest]
     # The adapter is tried on a quantised model, which has kernels of its own.
-    return 0.0 if manifest.quantization is None else quantised_tolerance(manifest.quantization, _narrowest(manifest))
+    if manifest.quantization is not None:
+        return quantised_tolerance(manifest.quantization, narrowest)
+    # Or on the folder's own numbers, which the trained model may have rounded when it read them.
+    return ROUNDING[narrowest] if manifest.adapters is not None and _was_rounded(manifest, base) else 0.0
+
+
+def _was_rounded(manifest: Manifest, base: Path | None) -> bool:
+    if manifest.base is None or base is None:
+        return False
+    return any(entry.stored != entry.dtype for entry in base_entries(manifest.base, base).values())
 
 
 def _narrowest(manifest: Manifest) -> str:

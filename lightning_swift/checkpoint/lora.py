@@ -20,7 +20,7 @@ from lightning_swift.checkpoint.dtypes import FLOATS, ITEM_SIZES, Block
 from lightning_swift.checkpoint.selection import Weight
 from lightning_swift.errors import ExportError
 
-__all__ = ["AdaptedWeight", "adapted_weights", "only_adapter"]
+__all__ = ["AdaptedWeight", "adapted_weights", "only_adapter", "with_all_targets"]
 
 _FIX = "Export the adapter instead (--format adapter)."
 # Options that change the formula of the merge and that it does not know; each is harmless at these values.
@@ -83,6 +83,31 @@ def only_adapter(adapters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(config, dict):
         raise ExportError("the adapter's config is no JSON object.", where=name)
     return name, config
+
+
+def with_all_targets(adapters: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The same peft configs, whose lists of adapted layers name every layer that has factors among ``names``.
+
+    Asked for all linear layers, peft lists those that it finds, which under pipeline stages are those of one stage.
+
+    Args:
+        adapters: peft's configs by adapter name.
+        names: Of all tensors of the checkpoint.
+    """
+    stored = list(names)
+    completed: dict[str, Any] = {}
+    for adapter, config in adapters.items():
+        targets = config.get("target_modules")
+        completed[adapter] = config
+        if isinstance(targets, list):
+            pattern = re.compile(
+                rf".*\bbase_model\.model\.(.+)\.lora_(?:embedding_)?A\.{re.escape(adapter)}(?:\.weight)?"
+            )
+            layers = {match[1] for name in stored if (match := pattern.fullmatch(name))}
+            # As peft compares them: the whole name, or the end of it.
+            others = [layer for layer in layers if not any(f".{layer}".endswith(f".{target}") for target in targets)]
+            completed[adapter] = {**config, "target_modules": sorted([*targets, *others])}
+    return completed
 
 
 def adapted_weights(tensors: Mapping[str, Weight], adapters: Mapping[str, Any]) -> dict[str, AdaptedWeight]:

@@ -37,6 +37,7 @@ from lightning_swift.checkpoint.layout import (
     RunRecord,
     TensorRecord,
 )
+from lightning_swift.checkpoint.lora import with_all_targets
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.checkpoint.unpickle import load_torch_metadata
 from lightning_swift.errors import CheckpointMismatchError, UnsafeCheckpointError
@@ -123,6 +124,8 @@ def save(
     def describe(files: dict[str, FileRecord]) -> Manifest:
         created = datetime.now(UTC).isoformat(timespec="seconds")
         fields = {name: getattr(description, name) for name in Description.__dataclass_fields__}
+        if description.adapters is not None:
+            fields["adapters"] = with_all_targets(description.adapters, tensors)
         return Manifest(files=files, tensors=tensors, created=created, versions=_versions(), **fields)
 
     commit(path, write, describe, run_id=description.run.id)

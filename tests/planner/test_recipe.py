@@ -11,10 +11,12 @@ import yaml
 import lightning_swift
 from lightning_swift import CausalLM, callbacks
 from lightning_swift.adapters.settings import LoraSettings
+from lightning_swift.checkpoint.export import export_checkpoint
 from lightning_swift.planner.search import Limits, search
 from lightning_swift.strategies.ddp import DDPBF16Strategy
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
+from tests.harness.exports import reload_here
 from tests.harness.models import tiny_config
 from tests.harness.ranks import ranks
 from tests.planner.jobs import job
@@ -108,6 +110,13 @@ def planned_on_two_ranks(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_planned_recipes_run(tmp_path: Path) -> None:
+def test_planned_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny(tmp_path)
     planned_on_two_ranks(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    # The last run had adapters on a BF16 copy of the folder's FP32 weights: an export of them is allowed to round.
+    last = max(Path("runs/planned/checkpoints").glob("step-2*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    with reload_here():
+        report = export_checkpoint(last, tmp_path / "adapter", format="adapter")
+    assert report.max_logit_gap is not None
+    assert report.max_logit_gap > 0

