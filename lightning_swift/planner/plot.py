@@ -47,7 +47,9 @@ def _png(rows: list[tuple[str, Memory]], limit: float, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            "matplotlib is not installed.", where=f"--plot {path}", fix="pip install matplotlib, or write an .html."
+            "matplotlib is not installed.",
+            where=f"--plot {path}",
+            fix="pip install lightning-swift[plot], or write an .html.",
         ) from error
     figure = Figure(figsize=(10, 1 + 0.4 * len(rows)), layout="constrained")
     axes = figure.add_subplot()

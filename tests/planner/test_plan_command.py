@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -116,6 +117,11 @@ def test_a_recipe_and_a_drawing_are_written(capsys: pytest.CaptureFixture[str], 
     assert text.startswith("# Planned for 1 x NVIDIA A10")
     assert settings["trainer"]["strategy"]["init_args"]["quantization"] == "nf4"
     assert "logits and loss" in drawing.read_text()
+    picture = tmp_path / "plan.png"
+    plan(capsys, "llama-3-8b", "--gpu", "a10", "--plot", str(picture))
+    width, height = struct.unpack(">2I", picture.read_bytes()[16:24])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert min(width, height) > 200
 
 
 def test_records_of_the_same_card_are_used(capsys: pytest.CaptureFixture[str], no_records: Path) -> None:
