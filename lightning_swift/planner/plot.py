@@ -63,7 +63,7 @@ def _png(rows: list[tuple[str, Memory]], limit: float, path: Path) -> None:
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("GB per GPU")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path)
 
 
