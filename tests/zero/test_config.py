@@ -135,6 +135,10 @@ def test_a_hugging_face_configuration_is_filled_in() -> None:
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 4096**2)
     assert zero["stage3_param_persistence_threshold"] == 40960
     assert AUTO["gradient_clipping"] == "auto"
+    # Without a hidden size DeepSpeed's own defaults apply; it would take "auto" for a number.
+    config = completed(facts, config=AUTO)
+    size_buckets(config, None)
+    assert "auto" not in json.dumps(config)
 
 
 def test_only_what_was_asked_for_is_offloaded() -> None:
@@ -237,6 +241,11 @@ def test_what_the_configuration_alone_says_is_kept() -> None:
 def test_wrong_options_are_refused_at_construction(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         ZeROStrategy(**options)
+
+
+def test_parameters_on_disk_are_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigurationError, match="second step"):
+        ZeROStrategy(offload_params="nvme")  # type: ignore[arg-type]
 
 
 def test_gradients_are_summed_in_float32_unless_asked_otherwise() -> None:
