@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -258,7 +258,7 @@ class ZeROStrategy(ZeroCheckpointing, OwnPrecision, DeepSpeedStrategy):
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
         refuse_scalars(module)
-        with nullcontext() if self._returns_memory else returning_freed_memory():
+        with returning_freed_memory(afterwards=self._returns_memory):
             self._adapt(module)
             load_and_place(module, self._config, device=self.root_device, dtype=self.options.policy.compute_dtype)
         cast_inputs(module, self.options.policy.compute_dtype)
