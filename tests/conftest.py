@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+# The allocator of pyarrow starts a thread, which does not survive in the ranks that are forked from a server with it.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 import pytest
 

@@ -7,6 +7,7 @@ The environment is that of ``torchrun``, so a Trainer in the body starts no proc
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import multiprocessing as mp
@@ -26,7 +27,8 @@ from typing import Any
 DEADLINE = float(os.environ.get("LIGHTNING_SWIFT_TEST_DEADLINE", "120"))
 # Tests that run at the same time take the cores from one another.
 _AT_ONCE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-COLLECTIVE_TIMEOUT = timedelta(seconds=DEADLINE * _AT_ONCE)
+# Half of it, so that a rank that waits for one that hangs says where before both are ended.
+COLLECTIVE_TIMEOUT = timedelta(seconds=DEADLINE * _AT_ONCE / 2)
 
 _PRELOAD = ["tests.harness.preload"]
 _context = mp.get_context("forkserver")
@@ -133,6 +135,8 @@ def _work(
         }
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Where a rank that hangs is, into what the test has captured.
+    faulthandler.dump_traceback_later(0.9 * DEADLINE * _AT_ONCE, file=sys.__stderr__)
     try:
         result = _run_body(module, name, args, kwargs, rank, n, folder)
         sender.send((None, result))
