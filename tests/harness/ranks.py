@@ -136,7 +136,7 @@ def _work(
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Where a rank that hangs is, into what the test has captured.
-    faulthandler.dump_traceback_later(0.9 * DEADLINE * _AT_ONCE, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT.total_seconds(), file=sys.__stderr__)
     try:
         result = _run_body(module, name, args, kwargs, rank, n, folder)
         sender.send((None, result))
