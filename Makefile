@@ -10,12 +10,12 @@ export OMP_NUM_THREADS ?= 1
 # Tests wait for one another's messages as often as they compute: two at a time keep two cores busy.
 TESTS_AT_ONCE ?= 2
 
-.PHONY: help install quickstart quickstart-qlora test test-all lint bench clean
+.PHONY: help install quickstart quickstart-full test test-all lint bench clean
 
 help:
 	@echo "install           create .venv and install lightning-swift into it"
-	@echo "quickstart        fine-tune, merge, export and try a real small model on 2 CPU ranks"
-	@echo "quickstart-qlora  the same by QLoRA: adapters on 4-bit weights, in one process"
+	@echo "quickstart        fine-tune a real small model by QLoRA on a CPU, merge, export and try it"
+	@echo "quickstart-full   the same with all weights, by FSDP2 on 2 CPU ranks"
 	@echo "test              install what tests need and run them"
 	@echo "test-all          lint, types and tests"
 	@echo "lint              ruff and mypy --strict"
@@ -45,13 +45,13 @@ $(VENV)/.quickstart: $(VENV)/.install
 
 install: $(VENV)/.install
 
+# One process, so it may have every core.
+quickstart: OMP_NUM_THREADS := $(shell getconf _NPROCESSORS_ONLN)
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python -m recipes.quickstart
 
-# One process, so it may have every core.
-quickstart-qlora: OMP_NUM_THREADS := $(shell getconf _NPROCESSORS_ONLN)
-quickstart-qlora: $(VENV)/.quickstart
-	$(BIN)/python -m recipes.quickstart qlora
+quickstart-full: $(VENV)/.quickstart
+	$(BIN)/python -m recipes.quickstart full
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses $(TESTS_AT_ONCE) --dist worksteal

@@ -1,4 +1,4 @@
-"""``make quickstart`` and ``make quickstart-qlora``: every step of a job, each as the command a user would type."""
+"""``make quickstart`` and ``make quickstart-full``: every step of a job, each as the command a user would type."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def largest_logit_gap(one: Path, other: Path) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m recipes.quickstart")
-    parser.add_argument("job", nargs="?", choices=list(JOBS), default="full")
+    parser.add_argument("job", nargs="?", choices=list(JOBS), default="qlora")
     chosen = JOBS[parser.parse_args().job]
     # Progress bars of conversions would drown what the steps say.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
