@@ -15,11 +15,11 @@ ReturnMemory = bool | Literal["auto"]
 # M_MMAP_THRESHOLD in malloc.h, and the size in bytes from which a block is mapped on its own.
 _M_MMAP_THRESHOLD = -3
 _THRESHOLD = 1 << 20
-# M_TRIM_THRESHOLD, and the free bytes at the end of the heap that are kept. Glibc raises its own to twice the size of
-# the largest block freed and would keep it there. Its first one, 128 KiB, has activations below the other threshold go
-# back and be faulted in again all through a step: a tenth of the CPU time of a ZeRO-3 step, by the heap's layout.
+# M_TRIM_THRESHOLD, and the free bytes at the end of the heap that are kept: what glibc comes to by itself once large
+# blocks have been freed. Its first one, 128 KiB, has activations below the other threshold go back and be faulted in
+# again all through a step: up to a tenth of the CPU time of a ZeRO-3 step, by the heap's layout.
 _M_TRIM_THRESHOLD = -1
-_KEPT = 32 << 20
+_KEPT = 64 << 20
 _KEPT_WHILE_LOADING = 128 << 10
 # What glibc itself comes to for both once large blocks have been freed.
 _USUAL = 32 << 20, 64 << 20
