@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from lightning_swift.errors import ConfigurationError
+from lightning_swift.planner.settings import OptimizerName
 
-__all__ = ["OptimizerName", "OptimizerSettings", "Schedule", "build_optimizer", "build_scheduler"]
+__all__ = ["OptimizerSettings", "Schedule", "build_optimizer", "build_scheduler"]
 
 Schedule = Literal["constant", "linear", "cosine", "inverse_sqrt"]
-# As the planner names them.
-OptimizerName = Literal["adamw", "adamw_fused", "adamw_8bit", "sgd"]
 # Schedules that have an end and so need to know how many steps there will be.
 _FINITE = {"linear", "cosine"}
 _NAMES = {"constant": "constant_with_warmup"}

@@ -20,16 +20,11 @@ from typing_extensions import override
 from lightning_swift.errors import ConfigurationError, DataError
 from lightning_swift.models._chunked_loss import compute_loss_in_chunks
 from lightning_swift.models._limits import check_limits
-from lightning_swift.models._optimizer import (
-    OptimizerName,
-    OptimizerSettings,
-    Schedule,
-    build_optimizer,
-    build_scheduler,
-)
+from lightning_swift.models._optimizer import OptimizerSettings, Schedule, build_optimizer, build_scheduler
 from lightning_swift.models._sources import ModelSource, check_vocabulary, load_tokenizer
 from lightning_swift.models._token_loss import TokenMean, count_targets, scale_gradients, with_a_target
 from lightning_swift.models.lazy import Precision, load_lazy_weights
+from lightning_swift.planner.settings import OptimizerName
 
 __all__ = ["CausalLM"]
 
