@@ -60,16 +60,14 @@ def offloaded_adam(optimizer: Optimizer, *, bf16_states: bool) -> Optimizer:
 
     The groups are the same objects: schedulers and callbacks that hold the user's optimizer go on acting on it.
     """
-    if type(optimizer) not in (Adam, AdamW) or any(
-        group.get(k) for group in optimizer.param_groups for k in _UNSUPPORTED
-    ):
+    groups = optimizer.param_groups
+    if type(optimizer) not in (Adam, AdamW) or not _has_counterpart(groups):
         return optimizer
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    groups = optimizer.param_groups
     replaced: Optimizer = DeepSpeedCPUAdam(
         [{**group} for group in groups],
-        adamw_mode=type(optimizer) is AdamW or bool(groups[0].get("decoupled_weight_decay")),
+        adamw_mode=groups[0]["decoupled_weight_decay"],
         fp32_optimizer_states=not bf16_states,
     )
     for group, full in zip(groups, replaced.param_groups, strict=True):
@@ -79,6 +77,12 @@ def offloaded_adam(optimizer: Optimizer, *, bf16_states: bool) -> Optimizer:
     # torch's schedulers warn unless the optimizer that they were built with has made a step.
     replaced.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
     return replaced
+
+
+def _has_counterpart(groups: list[dict[str, Any]]) -> bool:
+    """Whether DeepSpeed's Adam does the same, which adds decay in one way for all groups."""
+    missing = any(group.get(option) for group in groups for option in _UNSUPPORTED)
+    return not missing and len({group["decoupled_weight_decay"] for group in groups}) == 1
 
 
 def use_fused_kernels(optimizer: Optimizer) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_swift.adapters.settings import AdapterSettings
+from lightning_swift.adapters.settings import AdapterSettings, LoraSettings, Quantization
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.dtypes import PrecisionName, PrecisionPolicy, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory
@@ -42,7 +42,9 @@ class ZeROOptions:
     persistence_threshold: BucketSize = "auto"
     sub_group_size: BucketSize = "auto"
     reduce_dtype: ReduceName = "float32"
-    adapters: AdapterSettings = field(default_factory=AdapterSettings)
+    lora: LoraSettings | None = None
+    quantization: Quantization | None = None
+    double_quant: bool = True
     return_freed_memory: ReturnMemory = "auto"
     config: str | Mapping[str, Any] | None = None
     process_group_backend: str | None = None
@@ -50,6 +52,7 @@ class ZeROOptions:
 
     def __post_init__(self) -> None:
         self.policy  # noqa: B018  # checks the precision and the reduction against each other
+        self.adapters  # noqa: B018  # checks them against each other
         self._check_choices()
         self._check_sizes()
         self._check_offload()
@@ -60,6 +63,11 @@ class ZeROOptions:
     def policy(self) -> PrecisionPolicy:
         """The dtypes of the precision."""
         return PrecisionPolicy(self.precision, self.reduce_dtype)
+
+    @property
+    def adapters(self) -> AdapterSettings:
+        """What is put into the model."""
+        return AdapterSettings(self.lora, self.quantization, self.double_quant)
 
     def _check_choices(self) -> None:
         # A user is not held to the annotation.

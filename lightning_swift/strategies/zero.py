@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_swift.adapters.apply import apply_adapters
 from lightning_swift.adapters.optimizers import keep_trainable
-from lightning_swift.adapters.settings import AdapterSettings, LoraSettings, Quantization
+from lightning_swift.adapters.settings import LoraSettings, Quantization
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.parallel.checkpointing import CheckpointingSettings, apply_checkpointing
 from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
@@ -56,6 +56,9 @@ from lightning_swift.strategies._zero_precision import ZeROPrecision, cast_input
 from lightning_swift.strategies._zero_state import ZeroCheckpointing
 
 __all__ = ["ZeROStrategy"]
+
+# What lies beside the options among the local names of the constructor.
+_NO_OPTIONS = ("self", "save_frozen", "__class__")
 
 
 class ZeROStrategy(ZeroCheckpointing, OwnPrecision, DeepSpeedStrategy):
@@ -135,28 +138,10 @@ class ZeROStrategy(ZeroCheckpointing, OwnPrecision, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
     ) -> None:
+        # All others are fields of the checked value under their own names; one that is not is a TypeError here.
+        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
         self.save_frozen = check_save_frozen(save_frozen)
-        self.options = ZeROOptions(
-            precision=precision,
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_params=offload_params,
-            nvme_path=nvme_path,
-            pin_memory=pin_memory,
-            overlap_comm=overlap_comm,
-            contiguous_gradients=contiguous_gradients,
-            reduce_bucket_size=reduce_bucket_size,
-            allgather_bucket_size=allgather_bucket_size,
-            prefetch_bucket_size=prefetch_bucket_size,
-            persistence_threshold=persistence_threshold,
-            sub_group_size=sub_group_size,
-            reduce_dtype=reduce_dtype,
-            adapters=AdapterSettings(lora, quantization, double_quant),
-            return_freed_memory=return_freed_memory,
-            config=config,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        self.options = ZeROOptions(**options)
         self._base = base_config(self.options)
         self.activation_checkpointing: CheckpointingSettings | None = None
         self._precision = ZeROPrecision(precision)

@@ -216,10 +216,10 @@ def test_each_rank_gets_its_share_of_the_data_and_knows_its_mesh() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_large_freed_blocks_go_back_to_the_system() -> None:
+def test_large_freed_blocks_go_back_to_the_system_and_the_end_of_the_heap_does_not() -> None:
     script = """
-        import ctypes, os
-        from lightning_swift.parallel.memory import return_freed_memory
+        import ctypes, os, resource
+        from lightning_swift.parallel.memory import return_freed_memory, returning_freed_memory
 
         def anonymous():
             text = open("/proc/self/status").read()
@@ -239,11 +239,32 @@ def test_large_freed_blocks_go_back_to_the_system() -> None:
                 libc.free(block)
             return anonymous()
 
+        def faults(size):
+            # Of 40 MiB that are taken and freed again and again, once they have been there.
+            libc.malloc_trim(0)
+            for _ in range(2):
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                blocks = [libc.malloc(size) for _ in range((40 << 20) // size)]
+                for block in blocks:
+                    ctypes.memset(block, 1, size)
+                for block in blocks:
+                    libc.free(block)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
         if os.environ["RETURN"] == "1":
             assert return_freed_memory()
         print(grow_and_free())
+        if os.environ["RETURN"] == "1":
+            # Below the threshold from which blocks are mapped: those of a step.
+            print(faults(750 << 10))
+            with returning_freed_memory(afterwards=True):
+                print(faults(750 << 10))
+            print(faults(750 << 10))
+            with returning_freed_memory():
+                pass
+            print(faults(20 << 20))
     """
-    used = {}
+    used, faults = {}, []
     for value in ("0", "1"):
         result = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(script)],
@@ -253,9 +274,12 @@ def test_large_freed_blocks_go_back_to_the_system() -> None:
             check=True,
             cwd=Path(__file__).parents[2],
         )
-        used[value] = int(result.stdout)
+        used[value], *faults = (int(line) for line in result.stdout.split())
     # Nine blocks of 20 MiB were freed.
     assert used["0"] - used["1"] > 150 << 10, used
+    kept, loading, again, usual = faults
+    # While a model loads every page goes back and is faulted in again; at all other times none is.
+    assert max(kept, again, usual) * 10 < loading, faults
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
