@@ -11,7 +11,7 @@ from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from tests.checkpoint.runs import CASES, LoRA, SaveAt, Scheduled, digests, fit, mean_losses
 from tests.harness.ranks import ranks, run_ranks
 
-STOP, END = 3, 6
+STOP, END = 3, 5
 
 
 def straight(case: str, save: Path | None) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_other_ranks_load_the_same_state_and_go_on(
     path, whole, state = on_two
     loaded, later = run_ranks(loaded_and_resumed, size, (path,), strategy)
     assert loaded["state"] == state
-    # Sums over ranks are formed in another order; three steps of AdamW at lr 5e-3 turn float32 rounding (6e-8) into
+    # Sums over ranks are formed in another order; two steps of AdamW at lr 5e-3 turn float32 rounding (6e-8) into
     # 1e-6 of a loss near 5.5, and the parity tests allow 3e-5 after twenty.
     assert later["losses"] == pytest.approx(whole["losses"][STOP:], abs=3e-5)
     assert later["rates"] == whole["rates"]
