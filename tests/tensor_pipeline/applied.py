@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_swift.parallel.mesh import build_mesh, data_parallel_rank
+from lightning_swift.parallel.mesh import MeshSizes, build_mesh, data_parallel_rank
 from lightning_swift.parallel.pipeline import PipelinedModel
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
 from tests.pipeline.references import Batch, model_of, single
@@ -31,13 +33,19 @@ class Holder(L.LightningModule):
         self.model = model
 
 
+@functools.cache
+def mesh_of(sizes: MeshSizes) -> DeviceMesh:
+    """One for all models of a rank: connecting its groups takes longer than a step."""
+    return build_mesh(sizes, "cpu")
+
+
 def applied(model: Any, **options: Any) -> tuple[PipelinedModel, int]:
     """What the strategy makes of ``model``, which is used up, and the index of this rank's share of the data."""
     strategy = TensorPipelineStrategy("32-true", **options)
     strategy.accelerator, strategy.cluster_environment = CPUAccelerator(), TorchElasticEnvironment()
     strategy.parallel_devices = [torch.device("cpu")] * int(os.environ["LOCAL_WORLD_SIZE"])
     strategy.set_world_ranks()
-    strategy._device_mesh = build_mesh(strategy.mesh_sizes, "cpu")
+    strategy._device_mesh = mesh_of(strategy.mesh_sizes)
     module = Holder(model)
     strategy.connect(module)
     strategy._apply(module)
