@@ -44,6 +44,7 @@ def read_sources(arguments: Sequence[str]) -> Sources:
     """
     completed = [arguments[0]]
     values: list[tuple[Mapping[str, Any], Source]] = []
+    appended: dict[str, str] = {}
     for option, value, written in _options(arguments[1:]):
         if option in _CONFIG and value is not None:
             path = find_config(value)
@@ -52,7 +53,7 @@ def read_sources(arguments: Sequence[str]) -> Sources:
         else:
             completed += written
             if option is not None:
-                values.append((_nested(option.removeprefix("--"), value), Source(_INLINE, shorthand=True)))
+                values.append((_of_the_appended(option, value, appended), Source(_INLINE, shorthand=True)))
     merged: dict[str, Any] = {}
     for settings, _ in values:
         merged = _merge(merged, settings)
@@ -121,6 +122,29 @@ def _nested(option: str, value: str | None) -> dict[str, Any]:
     for key in reversed(option.rstrip("+").split(".")):
         inner = {key: inner}
     return {str(key): item for key, item in inner.items()}
+
+
+def _of_the_appended(option: str, value: str | None, appended: dict[str, str]) -> dict[str, Any]:
+    """In `--callbacks+ A --callbacks.x 1 --callbacks+ B`, x belongs to A, of which merging would leave nothing."""
+    name = option.removeprefix("--")
+    settings = _nested(name, value)
+    for place in [place for place in appended if name.startswith(f"{place}.")]:
+        _inner(settings, place).setdefault("class_path", appended[place])
+    if name.endswith("+"):
+        place = name.rstrip("+")
+        item = _inner(settings, place)
+        class_path = item.get("class_path") if isinstance(item, Mapping) else item
+        appended.pop(place, None)
+        if isinstance(class_path, str):
+            appended[place] = class_path
+    return settings
+
+
+def _inner(settings: Mapping[str, Any], place: str) -> Any:
+    inner: Any = settings
+    for key in place.split("."):
+        inner = inner[key]
+    return inner
 
 
 def _merge(old: Any, new: Any) -> Any:

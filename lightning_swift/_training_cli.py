@@ -42,8 +42,10 @@ _SHORT_NAMES = ("lightning_swift", "lightning_swift.callbacks")
 # Seconds that the other ranks get to report their own error before they are ended.
 _GRACE = 3.0
 _UNHELPFUL = (
-    # Lightning 2.6 uses a name of torch's pytree that torch 2.13 deprecates: nothing a user could change.
+    # Lightning, DeepSpeed and peft use names that torch and transformers deprecate: nothing a user could change.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"`torch\.distributed\.\w+` is deprecated",
+    "`is_gradient_checkpointing` is deprecated",
     # The strategy prints its precision itself.
     r"Precision .* is not supported by the model summary",
 )

@@ -168,6 +168,10 @@ def test_init_args_find_their_class_in_another_source(tree, tmp_path):
         (["--data", "ChatDatModule"], "ChatDataModule"),
         (["--trainer.strategy", "FSDPBF16Strateg"], "FSDPBF16Strategy"),
         (["--dryrun", "true"], "dry_run"),
+        (
+            ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpth=x", "--trainer.callbacks+=Timer"],
+            "dirpath",
+        ),
     ],
 )
 def test_misspelt_options_are_refused_with_the_right_one(arguments, nearest, tree):
@@ -188,6 +192,12 @@ def test_misspelt_options_are_refused_with_the_right_one(arguments, nearest, tre
     [
         ["--trainer.logger", "false"],
         ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=step"],
+        [
+            "--trainer.callbacks+=ModelCheckpoint",
+            "--trainer.callbacks.dirpath=x",
+            "--trainer.callbacks+={class_path: EarlyStopping}",
+            "--trainer.callbacks.monitor=loss",
+        ],
         ["--trainer.strategy", "swift_fsdp_bf16"],
         ["--trainer", '{"max_steps": 3}'],
         ["--model.help", "CausalLM"],
