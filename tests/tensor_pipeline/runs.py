@@ -57,6 +57,12 @@ class Numbers:
     rates: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
 
+    def first(self, steps: int) -> Numbers:
+        """Those of the first ``steps``, an even number: :func:`train` validates after every second one."""
+        return Numbers(
+            self.losses[: 2 * steps], self.norms[:steps], self.rates[:steps], self.validation[: 1 + steps // 2]
+        )
+
     def flat(self) -> list[float]:
         return [*self.losses, *self.norms, *self.rates, *self.validation]
 
