@@ -31,7 +31,7 @@ _PACKED = "packing_format_for_cpu"
 # Weights that share one scale. Any number of rows that is a multiple of it is a whole number of blocks.
 _BLOCK = 64
 # On the CPU, bitsandbytes needs seven times the BF16 size of what it quantises at once: not more than this.
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 
 
 def quantise_layers(
@@ -54,18 +54,21 @@ def quantise_layers(
         ModelError: There is no such layer, or one of a kind that is not supported.
     """
     _require_bitsandbytes(settings.quantization)
-    chosen = list(_quantisable(model))
+    # Names alone: a list of layers would keep each whole weight until the last one is packed.
+    chosen = tuple(_quantisable(model))
     if not chosen:
         raise ModelError(
             f"{type(model).__name__} has no linear layer to quantise.",
             where=f"quantization={settings.quantization!r}",
             fix="Leave quantization out for this model.",
         )
-    for name, layer in chosen:
+    for name in chosen:
+        layer: Any = model.get_submodule(name)
         model.set_submodule(name, _quantised_layer(layer, settings, compute_dtype, storage_dtype))
+        del layer
     # What transformers sets; peft chooses the classes of its adapters by it.
     setattr(model, "is_loaded_in_4bit" if settings.quantization == "nf4" else "is_loaded_in_8bit", True)
-    return tuple(name for name, _ in chosen)
+    return chosen
 
 
 def guard_packing(module: nn.Module) -> int:
@@ -202,7 +205,7 @@ def _kind(layer: nn.Module) -> str | None:
     return "8bit" if "Linear8bitLt" in bases else None
 
 
-def _quantisable(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+def _quantisable(model: Any) -> Iterator[str]:
     from transformers.pytorch_utils import Conv1D
 
     owners: dict[int, int] = {}
@@ -219,7 +222,7 @@ def _quantisable(model: Any) -> Iterator[tuple[str, nn.Linear]]:
             )
         head = layer is model.get_output_embeddings() or "." not in name
         if type(layer) is nn.Linear and not head and owners[id(layer.weight)] == 1 and not _names(name, exact):
-            yield name, layer
+            yield name
 
 
 def _names(name: str, parts: tuple[str, ...]) -> bool:

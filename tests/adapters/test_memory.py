@@ -92,6 +92,7 @@ def _check_peaks(folder: Path, whole: float, layer: float) -> None:
     load_lazy_weights(loaded, device="cpu")
     with watched() as in_place:
         apply_adapters(Holder(loaded), SETTINGS, compute_dtype=torch.bfloat16)
-    # Each whole weight is gone before the next one is quantised.
-    assert in_place["peak"] <= 2 * layer, in_place
+    # Each whole weight is gone before the next one is quantised: if all stayed until the last, the peak would be more
+    # than the packed model, which is 1.3 layers.
+    assert in_place["peak"] <= layer, in_place
     assert in_place["after"] <= -0.55 * whole, in_place
