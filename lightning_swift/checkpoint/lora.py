@@ -75,8 +75,13 @@ def only_adapter(adapters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name and peft config of the one adapter of a checkpoint.
 
     Raises:
-        ExportError: There are several.
+        ExportError: There is none, or there are several.
     """
+    if not adapters:
+        raise ExportError(
+            "the checkpoint holds no adapter: all weights were trained, or the adapters had been merged.",
+            fix="Export the model (--format safetensors).",
+        )
     if len(adapters) != 1:
         raise ExportError(f"the checkpoint holds {len(adapters)} adapters.", where=", ".join(adapters), fix=_FIX)
     ((name, config),) = adapters.items()

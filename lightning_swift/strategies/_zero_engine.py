@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swift.errors import ConfigurationError
+from lightning_swift.strategies._zero_swap import swapping_apart
 
 if TYPE_CHECKING:
     from lightning_swift.strategies._zero_config import DeepSpeedConfig
@@ -57,6 +58,7 @@ def start_engine(
     release_engine(module)
     # Without an optimizer nothing is to be trained; a list that is empty says so.
     trainable = [] if optimizer is None else [p for p in module.parameters() if p.requires_grad]
+    config, swap = (config, None) if optimizer is None else swapping_apart(config)
     engine, wrapped, _, _ = deepspeed.initialize(
         # The index of a CPU device is None, with which DeepSpeed cannot compare.
         args=Namespace(device_rank=local_rank),
@@ -67,6 +69,8 @@ def start_engine(
         lr_scheduler=None,
         dist_init_required=False,
     )
+    if swap is not None:
+        swap.remove_after(wrapped)
     # Not as an attribute that would make the engine a child of its own child.
     module.__dict__[_ENGINE] = engine
     return engine, wrapped

@@ -201,9 +201,10 @@ class ZeroRequest(Request):
             return self._partitions.state_of(parameter, own)
         if shape.numel() > 1:
             raise CheckpointMismatchError(
-                f"the optimizer's {key} has shape {tuple(shape)}, its parameter {tuple(parameter.shape)}; ZeRO keeps "
-                "states of the parameter's own shape only.",
-                fix="Resume with the strategy that saved it, or save with save_weights_only=True.",
+                f"the optimizer's {key} has shape {tuple(shape)}, its parameter "
+                f"{tuple(self._partitions.shape(parameter))}; ZeRO keeps states of the parameter's own shape only.",
+                fix="Build the model and its adapters as they were when it was saved. If the optimizer keeps states of "
+                "other shapes, resume with the strategy that saved it, or save with save_weights_only=True.",
             )
         return torch.empty(shape, dtype=dtype)
 

@@ -33,6 +33,7 @@ from lightning_swift.strategies._checkpointing import ShardedCheckpointing
 from lightning_swift.strategies._compression import Compression, CompressionSettings, register_compression
 from lightning_swift.strategies._ddp_precision import DDPPrecision
 from lightning_swift.strategies._precision import OwnPrecision
+from lightning_swift.strategies._unread import LeavesUnread
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,7 +44,7 @@ __all__ = ["DDPBF16Strategy"]
 _APPLIED = "_lightning_swift_ddp"
 
 
-class DDPBF16Strategy(ShardedCheckpointing, OwnPrecision, DDPStrategy):
+class DDPBF16Strategy(ShardedCheckpointing, LeavesUnread, OwnPrecision, DDPStrategy):
     """Trains any LightningModule with a whole copy of it on every rank, which exchange gradients.
 
     Also by name: ``Trainer(strategy="swift_ddp")``, which means BF16.
@@ -254,16 +255,6 @@ class DDPBF16Strategy(ShardedCheckpointing, OwnPrecision, DDPStrategy):
                 "The loss of a step did not depend on all trainable parameters. If that is meant, use "
                 f"{type(self).__name__}(find_unused_parameters=True); otherwise freeze those parameters."
             )
-
-    @override
-    def teardown(self) -> None:
-        if not any(parameter.is_meta for parameter in self._module.parameters()):
-            super().teardown()
-            return
-        # Lightning moves the module to the CPU, which a model that was refused for having no values cannot do.
-        self.model = self._module
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
 
 
 def _policy(precision: PrecisionName, compression: CompressionSettings) -> PrecisionPolicy:

@@ -26,6 +26,7 @@ from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory, r
 from lightning_swift.parallel.sharding import refuse_scalars
 from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
 from lightning_swift.strategies._precision import OwnPrecision
+from lightning_swift.strategies._unread import LeavesUnread
 from lightning_swift.strategies._zero_config import (
     DeepSpeedConfig,
     TrainerFacts,
@@ -61,7 +62,7 @@ __all__ = ["ZeROStrategy"]
 _NO_OPTIONS = ("self", "save_frozen", "__class__")
 
 
-class ZeROStrategy(ZeroCheckpointing, OwnPrecision, DeepSpeedStrategy):
+class ZeROStrategy(ZeroCheckpointing, LeavesUnread, OwnPrecision, DeepSpeedStrategy):
     """Cuts optimizer state (stage 1), gradients (2) and parameters (3) over all ranks, with offload to host or disk.
 
     Also by name: ``swift_zero1``, ``swift_zero2``, ``swift_zero3`` and ``swift_zero3_offload``, which mean BF16.

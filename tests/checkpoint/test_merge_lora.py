@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_swift.checkpoint.adapter import write_adapter
+from lightning_swift.checkpoint.export import check_base
 from lightning_swift.checkpoint.merge import merge_checkpoint
 from lightning_swift.errors import ExportError
 from tests.harness.checkpoints import edit_manifest, save_checkpoint, small_checkpoint
@@ -163,4 +164,6 @@ def test_what_is_not_understood_is_refused(tmp_path: Path) -> None:
         write_adapter(checkpoint, tmp_path / "out")
     with pytest.raises(ExportError, match="no adapter"):
         write_adapter(small_checkpoint(tmp_path / "b.ckpt"), tmp_path / "out")
+    with pytest.raises(ExportError, match="no adapter"):
+        check_base(None)
     assert not (tmp_path / "out").exists()

@@ -188,8 +188,9 @@ def _on_disk(folder: str) -> None:
     whole, rest, look, path = Wide(), Wide(), Look(), Path(folder) / "a.ckpt"
     fit(whole, steps=5, strategy=disk)
     saved = state_digests(fit(Wide(), steps=3, save=path, strategy=disk))
-    # Of both fits: masters and two moments of two vectors on two ranks; a third one is too small to be swapped.
-    assert len(list(Path(folder).rglob("*.swp"))) == 24
+    # Masters and two moments of two vectors on two ranks; a third one is too small to be swapped. Those of the second
+    # fit, which nothing needs any more, may be gone.
+    assert len(list(Path(folder).rglob("*.swp"))) >= 12
     fit(rest, steps=5, ckpt_path=path, strategy=disk, callbacks=[look])
     assert look.seen == saved
     assert mean_losses(rest) == mean_losses(whole)[3:]

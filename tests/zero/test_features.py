@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_swift.adapters.settings import LoraSettings
 from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.strategies.zero import ZeROStrategy
 from tests.harness.models import Tokens, UserModule, loader, quiet_trainer
@@ -323,7 +324,11 @@ def attempt(module: L.LightningModule, stage: Any = 2, **trainer_args: Any) -> N
 
 
 @ranks(1, deadline=90)
-def refused() -> None:
+def refused(folder: str) -> None:
+    # Before the model has values, which Lightning moves about at the end.
+    strategy = ZeROStrategy(2, lora=LoraSettings(target_modules=["nope"]))
+    with pytest.raises(ModelError, match="nope"):
+        quiet_trainer(strategy=strategy, max_steps=1).fit(Lazy(folder), loader(Tokens(), batch_size=4))
     with pytest.raises(ConfigurationError, match="not by value"):
         attempt(One(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
     module = Two()
@@ -340,8 +345,8 @@ def refused() -> None:
         attempt(Nothing())
 
 
-def test_what_deepspeed_cannot_do_is_refused() -> None:
-    refused()
+def test_what_deepspeed_cannot_do_is_refused(folder: str) -> None:
+    refused(folder)
 
 
 class Loaded(UserModule):

@@ -136,6 +136,8 @@ def on_disk(folder: str, swap: str) -> tuple[int, float]:
         fit(Lazy(folder), ZeROStrategy(3, "32-true", **case), steps=3, callbacks=[seen])  # type: ignore[arg-type]
         for case in cases
     ]
+    # Two runs of the same ranks and parameters would write to the same files.
+    assert not (Path(swap) / "zero_stage_3").exists()
     return seen.files, difference(*runs)
 
 
