@@ -15,7 +15,7 @@ from lightning_swift.errors import ConfigurationError
 from tests.harness.models import Tokens, UserModule, loader, quiet_trainer
 from tests.harness.ranks import ranks
 
-MODES = pytest.mark.parametrize("mode", ["full", "selective", "every_n"])
+MODES: tuple[Any, ...] = ("full", "selective", "every_n")
 
 
 class Counting(UserModule):
@@ -50,25 +50,27 @@ def fit(*callbacks: L.Callback, strategy: Any = "auto", module: UserModule | Non
 
 
 def assert_same_run(a: Any, b: Any, mode: str) -> None:
-    assert a.losses == b.losses
+    assert a.losses == b.losses, mode
     for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
         p, q = (x.to_local() if hasattr(x, "to_local") else x for x in (p, q))
-        assert torch.equal(p, q), name
-    assert b.starts[True] == 2 * a.starts[True], "each training forward was run once more"
+        assert torch.equal(p, q), (mode, name)
+    assert b.starts[True] == 2 * a.starts[True], f"{mode}: each training forward was run once more"
     assert a.starts[False] == b.starts[False] > 0
     # Below the LightningModule, on which Lightning's DDP leaves a forward of its own.
     assert not any("forward" in module.__dict__ for module in b.model.modules()), "teardown took it off"
 
 
-@MODES
-def test_single_device(mode: Any) -> None:
-    assert_same_run(fit(), fit(ActivationCheckpointing(mode)), mode)
+def test_single_device() -> None:
+    plain = fit()
+    for mode in MODES:
+        assert_same_run(plain, fit(ActivationCheckpointing(mode)), mode)
 
 
-@MODES
 @ranks(2)
-def test_ddp(mode: Any) -> None:
-    assert_same_run(fit(strategy="ddp"), fit(ActivationCheckpointing(mode), strategy="ddp"), mode)
+def test_ddp() -> None:
+    plain = fit(strategy="ddp")
+    for mode in MODES:
+        assert_same_run(plain, fit(ActivationCheckpointing(mode), strategy="ddp"), mode)
 
 
 class ShardsItself(Counting):
@@ -82,21 +84,20 @@ class ShardsItself(Counting):
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
-@MODES
 @ranks(2)
-def test_blocks_that_the_user_has_sharded(mode: Any) -> None:
+def test_blocks_that_the_user_has_sharded() -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     def strategy() -> Any:
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
     plain = fit(strategy=strategy(), module=ShardsItself())
-    assert_same_run(plain, fit(ActivationCheckpointing(mode), strategy=strategy(), module=ShardsItself()), mode)
+    for mode in MODES:
+        assert_same_run(plain, fit(ActivationCheckpointing(mode), strategy=strategy(), module=ShardsItself()), mode)
 
 
-@MODES
 @ranks(2)
-def test_this_packages_strategy(mode: Any) -> None:
+def test_this_packages_strategy() -> None:
     from lightning_swift import FSDPBF16Strategy
 
     seen: list[Any] = []
@@ -106,9 +107,10 @@ def test_this_packages_strategy(mode: Any) -> None:
             seen.append(trainer.strategy.activation_checkpointing)
 
     plain = fit(strategy=FSDPBF16Strategy(precision="32-true"))
-    callback = ActivationCheckpointing(mode)
-    assert_same_run(plain, fit(callback, Watch(), strategy=FSDPBF16Strategy(precision="32-true")), mode)
-    assert seen == [callback.settings]
+    for mode in MODES:
+        callback = ActivationCheckpointing(mode)
+        assert_same_run(plain, fit(callback, Watch(), strategy=FSDPBF16Strategy(precision="32-true")), mode)
+        assert seen.pop() == callback.settings
 
 
 def test_a_second_fit_is_checkpointed_again() -> None:

@@ -40,7 +40,7 @@ class Recorder(CausalLM):
 def fit(folder: Path, strategy: Any, **settings: Any) -> Recorder:
     module = Recorder(folder, lr=2e-2, scheduler="cosine", warmup=2, weight_decay=0.1, **settings)
     data = loader(Tokens(4, length=16), batch_size=2, rank=dist.get_rank(), world_size=dist.get_world_size())
-    trainer = quiet_trainer(strategy=strategy, max_steps=8, max_epochs=-1, log_every_n_steps=1, gradient_clip_val=1.0)
+    trainer = quiet_trainer(strategy=strategy, max_steps=6, max_epochs=-1, log_every_n_steps=1, gradient_clip_val=1.0)
     trainer.fit(module, data)
     assert not is_lazy(module)
     return module

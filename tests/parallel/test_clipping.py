@@ -135,16 +135,17 @@ class Norms:
 @ranks(2)
 def test_trainer_clipping_is_a_single_process() -> None:
     # Norms are about 1 here, so 0.3 clips every step, and 0.002 about a tenth of all elements.
-    losses, first, expected = single_process(tiny_model(layers=2).train(), world=2, clip_norm=0.3)
+    steps = 8
+    losses, first, expected = single_process(tiny_model(layers=2).train(), world=2, steps=steps, clip_norm=0.3)
     norms = _precision.clip_by_norm = Norms()
-    module, recorded = fit(UserModule(layers=2), FSDPBF16Strategy("32-true"), gradient_clip_val=0.3)
+    module, recorded = fit(UserModule(layers=2), FSDPBF16Strategy("32-true"), steps=steps, gradient_clip_val=0.3)
     assert max(abs(a - b) for a, b in zip(mean_losses(module), losses, strict=True)) <= AFTER_TRAINING
     assert norms.values[0] == pytest.approx(norm_of(first), rel=NORM)
     assert norms.values == pytest.approx(expected, rel=1e-3)  # their models have drifted by AFTER_TRAINING
-    losses, first, _ = single_process(tiny_model(layers=2).train(), world=2, clip_value=0.002)
+    losses, first, _ = single_process(tiny_model(layers=2).train(), world=2, steps=steps, clip_value=0.002)
     assert sum((g.abs() > 0.002).double().mean() for g in first.values()) / len(first) > 0.02
     kwargs: dict[str, Any] = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
-    module, recorded = fit(UserModule(layers=2), FSDPBF16Strategy("32-true"), **kwargs)
+    module, recorded = fit(UserModule(layers=2), FSDPBF16Strategy("32-true"), steps=steps, **kwargs)
     assert recorded.gradients
     assert max(abs(a - b) for a, b in zip(mean_losses(module), losses, strict=True)) <= AFTER_TRAINING
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,38 @@ STOPS_WITH_VALIDATION = [
 GOALS = [pytest.param({"max_steps": 25}, id="to-steps"), pytest.param({"max_epochs": 3}, id="to-epochs")]
 
 
+Straight = Callable[[dict[str, Any], bool], tuple[Recorder, ChatDataModule]]
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Runs that never stop; those with equal limits are one."""
+    folder, found = tmp_path_factory.mktemp("straight"), {}
+    write_records(folder / "data.jsonl")
+
+    def run(limits: dict[str, Any], validate: bool) -> tuple[Recorder, ChatDataModule]:
+        key = (*sorted(limits.items()), validate)
+        if key not in found:
+            found[key] = fit(folder, limits, validate=validate)
+        return found[key]
+
+    return run
+
+
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize(("hook", "step", "stop", "validate"), [*STOPS, *STOPS_WITH_VALIDATION])
 def test_stopped_and_resumed_equals_straight(
-    tmp_path: Path, hook: str, step: int, stop: dict[str, Any], validate: bool, goal: dict[str, Any]
+    tmp_path: Path,
+    straight_run: Straight,
+    hook: str,
+    step: int,
+    stop: dict[str, Any],
+    validate: bool,
+    goal: dict[str, Any],
 ) -> None:
     write_records(tmp_path / "data.jsonl")
     every = {"val_check_interval": stop["val_check_interval"]} if "val_check_interval" in stop else {}
-    straight, straight_data = fit(tmp_path, {**goal, **every}, validate=validate)
+    straight, straight_data = straight_run({**goal, **every}, validate)
     first, _ = fit(tmp_path, stop, save=(hook, step), validate=validate)
     second, second_data = fit(tmp_path, {**goal, **every}, resume=True, validate=validate)
     assert first.seen[:step] + second.seen == straight.seen

@@ -23,14 +23,17 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
 
 
 def test_numbers_stay_the_same() -> None:
-    on_two_ranks(plain("llama", layers=LAYERS, **SHORT))
+    on_two_ranks({layers: plain("llama", layers=layers, **SHORT) for layers in (2, LAYERS)})
 
 
 @ranks(2)
-def on_two_ranks(expected: Numbers) -> None:
+def on_two_ranks(references: dict[int, Numbers]) -> None:
     for options, mode in CASES:
+        # A V has two stages on each rank; elsewhere more layers would be compiled in the same way.
+        layers = LAYERS if options.get("schedule") == "ZBVZeroBubble" else 2
+        expected = references[layers]
         callbacks = [] if mode is None else [ActivationCheckpointing(mode)]  # type: ignore[arg-type]
         strategy = TensorPipelineStrategy("32-true", **options)
-        found = train(FullModule("llama", layers=LAYERS), strategy, callbacks=callbacks, **SHORT)
+        found = train(FullModule("llama", layers=layers), strategy, callbacks=callbacks, **SHORT)
         errors = [abs(a - b) for a, b in zip(found.flat(), expected.flat(), strict=True)]
         assert max(errors) <= FIVE_DECIMALS, (options, mode, found, expected)
