@@ -188,10 +188,6 @@ class _Partitioned(Partitions):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(vector)
         self.release()
         self._loading = False
-        # Small parameters are kept gathered between steps.
-        persistent = self._optimizer.persistent_parameters
-        if persistent:
-            persistent[0].all_gather(persistent)
 
     @override
     def release(self) -> None:

@@ -196,7 +196,7 @@ class ZeroRequest(Request):
             return None
         shape, dtype = entry
         own = key.removeprefix(f"{STATE}{name}.")
-        if is_state(key) and own != _STEP and shape == self._partitions.shape(parameter):
+        if is_state(key) and shape == self._partitions.shape(parameter):
             self._partitions.create_state(vector, own, dtype)
             return self._partitions.state_of(parameter, own)
         if shape.numel() > 1:

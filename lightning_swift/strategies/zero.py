@@ -214,12 +214,14 @@ class ZeROStrategy(ZeroCheckpointing, LeavesUnread, OwnPrecision, DeepSpeedStrat
     def model_sharded_context(self) -> Generator[None]:
         # Never Lightning's zero.Init: round transformers it rounds rotary tables, and round a quantised load it aborts.
         config = self._complete_config()
-        if self.options.adapters.quantization is not None:
-            # What is to be quantised must be whole; it is cut up when it has been packed.
-            yield
-            return
-        with known_to_transformers(loading_config(config)):
-            yield
+        # What is rounded, packed or cut up later must be in blocks that can go back one by one.
+        with returning_freed_memory(afterwards=self._returns_memory):
+            if self.options.adapters.quantization is not None:
+                # What is to be quantised must be whole; it is cut up when it has been packed.
+                yield
+                return
+            with known_to_transformers(loading_config(config)):
+                yield
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
