@@ -22,9 +22,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_swift.errors import ModelError
 from lightning_swift.parallel.blocks import class_names, find_embeddings, is_separable
 from lightning_swift.parallel.dtypes import PrecisionPolicy
-from lightning_swift.parallel.mesh import data_parallel_mesh
+from lightning_swift.parallel.mesh import MeshAxis, data_parallel_mesh
 
-__all__ = ["Reshard", "ShardingSettings", "device_of_shards", "refuse_scalars", "reshard", "shard", "sharded_roots"]
+__all__ = [
+    "Reshard",
+    "ShardingSettings",
+    "device_of_shards",
+    "refuse_scalars",
+    "reshard",
+    "shard",
+    "sharded_roots",
+    "would_only_copy",
+]
 
 Reshard = bool | Literal["auto"]
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -80,6 +89,17 @@ def shard(
             fully_shard(part, reshard_after_forward=_setting(settings, auto=not is_head), **options)
     _shard_units(module, units, aliases, settings, options)
     return sharded_roots(module)
+
+
+def would_only_copy(module: nn.Module, mesh: DeviceMesh, settings: ShardingSettings) -> bool:
+    """Whether :func:`shard` would change nothing but the time and memory of a step.
+
+    On one rank a group copies its parameters to "gather" them and its gradients to "reduce" them, which pays only for
+    casts and offload. With tensor parallelism it also gives all parameters one mesh, which optimizers ask for.
+    """
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    casts = settings.precision.name != "32-true" or not dtypes <= {torch.float32}
+    return mesh.size() == mesh[MeshAxis.PP].size() and not casts and not settings.cpu_offload
 
 
 def sharded_roots(module: nn.Module) -> list[FSDPModule]:

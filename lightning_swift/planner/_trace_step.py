@@ -105,14 +105,15 @@ class _Run:
     def _step(self) -> None:
         events, request = self.events, self.request
         if request["scheduled"]:
-            wait_with_gradients(self.model)
+            if request["sharded"]:
+                wait_with_gradients(self.model)
             if request["resident"]:
                 self._backward([self._forward()])
         events.section("forward")
         waiting = [self._forward() for _ in range(request["flight"])]
         events.section("loss")
         self._backward(waiting)
-        if request["scheduled"]:
+        if request["scheduled"] and request["sharded"]:
             events.section("reduction")
             reduce_gradients(self.model)
         events.section("step")
@@ -141,7 +142,8 @@ class _Run:
         if stage in ("middle", "last"):
             batch, length, width = *self.ids.shape, self.model.config.hidden_size
             rows = length // request["tensor"] if request["sequence"] else length
-            hidden = torch.empty((batch, rows, width), dtype=torch.bfloat16, requires_grad=True)
+            dtype = torch.float32 if request["precision"] == "32-true" else torch.bfloat16
+            hidden = torch.empty((batch, rows, width), dtype=dtype, requires_grad=True)
             # The rows are a part of the sequence, whose positions are all needed inside the layers.
             inputs = {"inputs_embeds": hidden, "position_ids": torch.arange(length).unsqueeze(0)}
         if stage in ("first", "middle"):

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_swift._shipped import shipped_folder
-from lightning_swift.planner.settings import Job, Layout
+from lightning_swift.planner.settings import Job, Layout, shards
 from lightning_swift.planner.states import NF4, Share
 
 __all__ = ["Buffers", "buckets", "buffers"]
@@ -72,7 +72,7 @@ def buffers(job: Job, layout: Layout, part: Share) -> Buffers:
     if layout.strategy == "fsdp":
         return _fsdp(job, layout, part)
     if layout.strategy == "tp_pp":
-        return _scheduled(job, layout, part)
+        return _scheduled(job, layout, part) if shards(job, layout) else Buffers()
     if layout.strategy == "zero3":
         return _zero3(job, layout, part)
     return _zero1(job, part) if layout.strategy == "zero1" else _zero2(job, layout, part)

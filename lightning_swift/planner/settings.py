@@ -11,7 +11,7 @@ from lightning_swift.planner.activations import Checkpointing, Loss, StepOptions
 from lightning_swift.planner.hardware import GPU
 from lightning_swift.planner.shape import ModelShape
 
-__all__ = ["Goal", "Job", "Layout", "Offload", "OptimizerName", "Precision", "StrategyName"]
+__all__ = ["Goal", "Job", "Layout", "Offload", "OptimizerName", "Precision", "StrategyName", "arithmetic", "shards"]
 
 Goal = Literal["full", "lora", "qlora", "pretrain"]
 StrategyName = Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "tp_pp"]
@@ -179,6 +179,12 @@ class Layout:
     def keeps_gradients(self) -> bool:
         """New gradients are added to those that are there before the backward pass begins: DDP's buckets."""
         return self.strategy == "ddp"
+
+
+def shards(job: Job, layout: Layout) -> bool:
+    """Whether the strategy applies ``fully_shard``: stages of which nothing is cut, cast or offloaded go without."""
+    whole = layout.data == 1 and layout.tensor == 1 and job.precision == "32-true" and layout.offload == "none"
+    return layout.strategy == "fsdp" or (layout.strategy == "tp_pp" and not whole)
 
 
 def arithmetic(job: Job, layout: Layout) -> Arithmetic:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.planner.memory import in_flight
-from lightning_swift.planner.settings import Job, Layout, arithmetic
+from lightning_swift.planner.settings import Job, Layout, arithmetic, shards
 
 __all__ = ["Trace", "depths_of", "extend", "run_requests", "trace_layout", "trace_request"]
 
@@ -59,7 +59,7 @@ def trace_request(
     """
     _refuse(job, layout)
     math = arithmetic(job, layout)
-    sharded = layout.strategy in ("fsdp", "tp_pp")
+    sharded = shards(job, layout)
     masters = sharded and job.precision == "bf16-mixed"
     kept_size = 4 if masters and job.trains_all else math.weight
     adapter = 4 if masters else (math.adapter.size if math.adapter else 2)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from lightning_swift.errors import ModelError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["evaluate_under_no_grad", "move_the_rest", "refuse_empty"]
+__all__ = ["evaluate_under_no_grad", "move_parameters", "move_the_rest", "refuse_empty"]
 
 
 def refuse_empty(module: pl.LightningModule) -> None:
@@ -27,6 +28,13 @@ def refuse_empty(module: pl.LightningModule) -> None:
                 where=name,
                 fix="Build pretrained models with lightning_swift.lazy_pretrained, and others on a real device.",
             )
+
+
+def move_parameters(module: nn.Module, device: torch.device) -> None:
+    """Parameters with values, where no group moves them. Ties stay, and the empty ones are filled where they belong."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
 
 
 def move_the_rest(module: pl.LightningModule, device: torch.device) -> None:

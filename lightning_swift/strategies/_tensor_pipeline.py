@@ -24,7 +24,7 @@ from lightning_swift.errors import ConfigurationError, ModelError
 from lightning_swift.parallel.gradients import OtherStages
 from lightning_swift.parallel.mesh import MeshAxis, data_parallel_rank
 from lightning_swift.parallel.pipeline import PipelinedModel
-from lightning_swift.parallel.sharding import shard
+from lightning_swift.parallel.sharding import shard, would_only_copy
 from lightning_swift.parallel.tensor import (
     TensorParallelReport,
     apply_tensor_parallel,
@@ -35,6 +35,7 @@ from lightning_swift.strategies._checkpoint_huggingface import HuggingFaceModel
 from lightning_swift.strategies._checkpoint_state import Index, LoadRequest
 from lightning_swift.strategies._failures import FailureWatch
 from lightning_swift.strategies._mesh import MeshStrategy
+from lightning_swift.strategies._mesh_setup import move_parameters
 from lightning_swift.strategies._tensor_pipeline_batch import (
     FactorCheck,
     draws_masks,
@@ -186,6 +187,9 @@ class TensorPipelineEngine(MeshStrategy):
 
     @override
     def _shard(self, module: pl.LightningModule, blocks: list[tuple[str, nn.Module]]) -> None:
+        if would_only_copy(self._pipelined_model, self.device_mesh, self.options.sharding):
+            move_parameters(self._pipelined_model, self.root_device)
+            return
         # Each stage is a root of its own: torch's schedules know when the last microbatch of one has run.
         shard(self._pipelined_model, self.device_mesh, self.options.sharding, blocks)
 
@@ -287,9 +291,23 @@ class TensorPipelineEngine(MeshStrategy):
 
 
 def _refuse_terms_of_parameters(loss: object) -> None:
-    if isinstance(loss, DTensor):
+    # What a pipelined model returns leads to no parameter: its gradients are there already.
+    if isinstance(loss, DTensor) or (isinstance(loss, Tensor) and _leads_to_parameters(loss)):
         raise ModelError(
             "the loss has a term that is computed from the parameters, of which each rank holds those of its stages.",
             where="training_step",
             fix="Return a loss that depends on the model through out.loss alone; optimizers have weight decay.",
         )
+
+
+def _leads_to_parameters(loss: Tensor) -> bool:
+    seen, left = set[object](), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        seen.add(node)
+        left += [inner for inner, _ in node.next_functions]
+    return False

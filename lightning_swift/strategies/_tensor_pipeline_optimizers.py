@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
+from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
 from lightning_swift.errors import ConfigurationError
@@ -13,9 +14,12 @@ __all__ = ["naming_empty_stages", "prepare_optimizers"]
 
 _REASONS: dict[type[Optimizer], str] = {
     LBFGS: "chooses its steps by all gradients at once, and each rank would choose by those of its stages",
+    SparseAdam: "needs sparse gradients, which parameters cut over ranks do not have",
+}
+# Those that can where a stage has its parameters whole.
+_REASONS_OF_PARTS: dict[type[Optimizer], str] = {
     Adafactor: "takes norms of rows and columns in ways that torch 2.13 does not know for matrices cut over ranks",
     Rprop: "picks elements by masks, which torch 2.13 does not know for parameters cut over ranks",
-    SparseAdam: "needs sparse gradients, which parameters cut over ranks do not have",
 }
 # Ways to be quick that change no number: torch knows no fused kernel of these for sharded parameters, and the foreach
 # loop of ASGD puts cut layers and norms, which lie on different meshes, into one call.
@@ -52,7 +56,9 @@ def prepare_optimizers(optimizers: Iterable[Optimizer]) -> None:
         ConfigurationError: An optimizer of torch that does not step over sharded parameters as over whole ones.
     """
     for optimizer in optimizers:
-        reason = next((reason for kind, reason in _REASONS.items() if isinstance(optimizer, kind)), None)
+        in_parts = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        reasons = {**_REASONS, **_REASONS_OF_PARTS} if in_parts else _REASONS
+        reason = next((reason for kind, reason in reasons.items() if isinstance(optimizer, kind)), None)
         if reason is not None:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} {reason}.",
@@ -61,6 +67,6 @@ def prepare_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "Adadelta, Adamax, ASGD or SGD.",
             )
         for kind, switch in _WITHOUT:
-            if isinstance(optimizer, kind):
+            if in_parts and isinstance(optimizer, kind):
                 for group in optimizer.param_groups:
                     group[switch] = False

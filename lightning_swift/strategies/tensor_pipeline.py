@@ -37,7 +37,7 @@ class TensorPipelineStrategy(TensorPipelineEngine):
     The Trainer's ``gradient_clip_val``, ``self.clip_gradients`` and :meth:`gradient_norm` know the gradients of all
     stages; what a step hook of your own computes of ``self.parameters()``, such as torch's ``clip_grad_norm_``, sees
     those of one rank. Tensor-parallel ranks draw the same dropout masks. Optimizers that look at each element by itself
-    step as in one process; LBFGS, Adafactor and Rprop are refused.
+    step as in one process; LBFGS is refused, Adafactor and Rprop too where parameters are cut over ranks or cast.
 
     Also by name: ``Trainer(strategy="swift_tp_pp")``, which means BF16.
 

@@ -22,7 +22,8 @@ _PURE: dict[str, Any] = {"precision": "bf16-true", "optimizer": "adamw_fused"}
 _CUT: dict[str, Any] = {"sequence": True, "loss_parallel": True}
 # Of a size that is cut into stages: in a stage of 20 MB the few tensors that are not modelled are 3.5 %.
 _DEEP = tiny(num_hidden_layers=8, hidden_size=2048, intermediate_size=5504, vocab_size=32000)
-_PIPELINE = {"batch": 16, "pipeline": 4, "microbatches": 16, "checkpointing": "full"}
+# Twice the stages: from the fourth microbatch on the first stage holds as many as it ever does.
+_PIPELINE = {"batch": 8, "pipeline": 4, "microbatches": 8, "checkpointing": "full"}
 
 # Name: configuration, question, layout, stage.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout, int]] = {
@@ -53,6 +54,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout, int]] = {
     "tensor": (_DEEP, {"gpus": 8}, Layout("tp_pp", tensor=2, shard=4, checkpointing="full", **_CUT), 0),
     "stage 1": (_DEEP, {"gpus": 4, **_PURE}, Layout("tp_pp", **_PIPELINE), 0),
     "stage 4": (_DEEP, {"gpus": 4, **_PURE}, Layout("tp_pp", **_PIPELINE), 3),
+    "whole stage 1": (_DEEP, {"gpus": 4, "precision": "32-true"}, Layout("tp_pp", **_PIPELINE), 0),
+    "whole stage 4": (_DEEP, {"gpus": 4, "precision": "32-true"}, Layout("tp_pp", **_PIPELINE), 3),
     "cut stage 1": (_DEEP, {"gpus": 8, "nodes": 2}, Layout("tp_pp", tensor=2, shard=2, **_PIPELINE, **_CUT), 0),
 }
 _UNKNOWN = tiny(model_type="olmo2", num_hidden_layers=7)

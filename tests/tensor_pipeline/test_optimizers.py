@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
 from lightning_swift.errors import ConfigurationError
 from lightning_swift.strategies._tensor_pipeline_optimizers import naming_empty_stages, prepare_optimizers
@@ -30,10 +32,11 @@ WORKING: dict[str, list[dict[str, Any]]] = {
     "RMSprop": [EPS, {**EPS, "momentum": 0.9, "centered": True}],
     "SGD": [{}, {"momentum": 0.9, "nesterov": True, "foreach": True}, {"fused": True}],
 }
-LAYOUTS: list[dict[str, Any]] = [
-    {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "microbatches": 1, "self_check": False},
-    {"pipeline_parallel_size": 2, "tensor_parallel_size": 1, "microbatches": 2},
-]
+# Where stages have their parameters whole.
+WHOLE: dict[str, list[dict[str, Any]]] = {"Adafactor": [{}], "Rprop": [{}]}
+CUT: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "microbatches": 1, "self_check": False}
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1, "microbatches": 2}
+LAYOUTS = [CUT, STAGES]
 
 
 def stepped(model: nn.Module, batch: Batch, kind: str, options: dict[str, Any]) -> dict[str, nn.Parameter]:
@@ -64,10 +67,10 @@ def orthogonalised(model: nn.Module, batch: Batch) -> dict[str, nn.Parameter]:
 @ranks(2)
 def test_every_optimizer_of_torch() -> None:
     whole, batch = model_of("llama", hidden=32, layers=2, tie=False), batch_of(4, 9)
-    for kind, settings in WORKING.items():
+    for kind, settings in {**WORKING, **WHOLE}.items():
         for options in settings:
             expected = stepped(copy.deepcopy(whole), batch, kind, options)
-            for layout in LAYOUTS:
+            for layout in LAYOUTS if kind in WORKING else [STAGES]:
                 model, _ = applied(copy.deepcopy(whole), **layout)
                 for name, parameter in stepped(model, batch, kind, options).items():
                     error = float((full(parameter.detach()) - expected[name].detach()).abs().max())
@@ -84,11 +87,14 @@ def test_every_optimizer_of_torch() -> None:
             assert error < 0.25 * moved, (layout, name, error / moved)
 
 
-@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Rprop", "SparseAdam"])
-def test_optimizers_that_cannot_step_over_parts(kind: str) -> None:
-    optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters())
-    with pytest.raises(ConfigurationError, match=rf"{kind} .*\n?.*such as AdamW"):
-        prepare_optimizers([optimizer])
+@ranks(1)
+def test_optimizers_that_cannot_step_over_parts() -> None:
+    whole = nn.Linear(2, 2)
+    parts = distribute_module(copy.deepcopy(whole), init_device_mesh("cpu", (1,)))
+    for kind, layer in (("LBFGS", whole), ("SparseAdam", whole), ("Adafactor", parts), ("Rprop", parts)):
+        optimizer = getattr(torch.optim, kind)(layer.parameters())
+        with pytest.raises(ConfigurationError, match=rf"{kind} .*\n?.*such as AdamW"):
+            prepare_optimizers([optimizer])
 
 
 def test_a_rank_without_parameters_to_train_says_why() -> None:
@@ -100,6 +106,6 @@ def test_a_rank_without_parameters_to_train_says_why() -> None:
 
 
 def test_no_optimizer_of_torch_is_forgotten() -> None:
-    known = {*WORKING, "LBFGS", "Adafactor", "Rprop", "SparseAdam", "Muon"}
+    known = {*WORKING, *WHOLE, "LBFGS", "SparseAdam", "Muon"}
     found = {n for n in torch.optim.__all__ if isinstance(getattr(torch.optim, n), type)} - {"Optimizer"}
     assert found == known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -9,13 +10,17 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_swift.errors import ConfigurationError, DataError, ModelError
 from lightning_swift.parallel.checkpointing import CheckpointingSettings
-from lightning_swift.parallel.mesh import MeshSizes
+from lightning_swift.parallel.dtypes import PrecisionPolicy
+from lightning_swift.parallel.mesh import MeshSizes, build_mesh
+from lightning_swift.parallel.sharding import ShardingSettings, sharded_roots, would_only_copy
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
 from tests.harness.models import Tokens, UserModule, loader, quiet_trainer, tiny_config
 from tests.harness.ranks import ranks
+from tests.pipeline.references import full
 
 AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
@@ -162,6 +167,7 @@ BY_MODEL: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: Compiled(wrapped=False), TP2, "compiled as a whole"),
     (lambda: Regularised(logged=True), PP2, "computed from the parameters"),
     (lambda: Regularised(logged=False), PP2, "computed from the parameters"),
+    (lambda: Regularised(logged=True), {**PP2, "cpu_offload": True}, "computed from the parameters"),
 ]
 
 
@@ -221,11 +227,29 @@ def start_from_one_tied_weight() -> None:
     module = Unseeded()
     trainer = quiet_trainer(strategy=TensorPipelineStrategy("32-true", **PP2), max_steps=3)
     trainer.fit(module, loader(Tokens(32), batch_size=4))
-    weight = module.model.stages[0].pretrained.get_input_embeddings().weight.full_tensor().detach()
+    weight = full(module.model.stages[0].pretrained.get_input_embeddings().weight).detach()
     other = weight.clone()
     torch.distributed.broadcast(other, src=0)
     # Both copies have had the same sum of gradients and the same steps.
     assert torch.equal(weight, other)
+    shard_where_it_changes_something(module.model, trainer.strategy.device_mesh)
+
+
+def shard_where_it_changes_something(model: torch.nn.Module, stages: DeviceMesh) -> None:
+    assert not sharded_roots(model)
+    plain = ShardingSettings(PrecisionPolicy("32-true"))
+    assert would_only_copy(model, stages, plain)
+    for needed in (
+        replace(plain, cpu_offload=True),
+        ShardingSettings(PrecisionPolicy("bf16-true")),
+        ShardingSettings(PrecisionPolicy("bf16-mixed")),
+    ):
+        assert not would_only_copy(model, stages, needed)
+    for sizes in (MeshSizes(pp=1, dp_replicate=2), MeshSizes(pp=1, dp_shard=2), MeshSizes(pp=1, tp=2)):
+        assert not would_only_copy(model, build_mesh(sizes, "cpu"), plain)
+    # A frozen model that was loaded in BF16 under adapters in FP32.
+    next(model.parameters()).requires_grad_(False).data = torch.ones(1, dtype=torch.bfloat16)
+    assert not would_only_copy(model, stages, plain)
 
 
 class Weighs(UserModule):
