@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,13 @@ def test_each_engine_has_its_own_and_it_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_s_folder_is_removed_by_the_next_and_one_in_use_is_not(tmp_path: Path) -> None:
-    kept = SwapFolder.within(tmp_path)
-    pid = os.fork()
-    if pid == 0:
-        # A copy of what the parent uses is not for a child to remove.
-        kept.remove()
-        (SwapFolder.within(tmp_path).path / "x.swp").touch()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert len(folders(tmp_path)) == 2
+    kept, killed = SwapFolder.within(tmp_path), SwapFolder.within(tmp_path)
+    # What a process that this one forks would do.
+    replace(kept, owner=0).remove()
+    (killed.path / "x.swp").touch()
+    # The system does that for a process that is killed.
+    os.close(killed.lock)
+    assert folders(tmp_path) == {kept.path, killed.path}
     latest = SwapFolder.within(tmp_path)
     assert folders(tmp_path) == {kept.path, latest.path}
     latest.remove()
