@@ -65,7 +65,7 @@ def test_each_recipe_trains_saves_and_exports(name, tmp_path):
 def test_an_error_on_two_ranks_is_a_line_from_each_and_no_success(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{\n")
     arguments = ["fit", "--config", "quickstart", "--dry_run", "true", "--data.train", "bad.jsonl"]
-    result = in_fresh_interpreters(arguments, tmp_path, output=tmp_path, env={"TMPDIR": str(tmp_path)})
+    result = run_command(arguments, tmp_path, output=tmp_path, env={"TMPDIR": str(tmp_path)})
     assert result.returncode != 0
     assert "\nerror: " in result.stderr
     assert "\n[rank 1] error: " in result.stderr

@@ -15,6 +15,7 @@ from lightning_swift.checkpoint.layout import read_manifest
 from lightning_swift.checkpoint.merge import merge_checkpoint
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
+from tests.harness.exports import reload_here
 from tests.harness.models import quiet_trainer, save_tiny_model
 from tests.harness.ranks import ranks
 from tests.tensor_pipeline.runs import SHORT, FullModule, Numbers, train
@@ -115,7 +116,8 @@ def experts_on_two_ranks(folder: Path, path: Path) -> float:
         train(module, TensorPipelineStrategy("32-true", **options), max_steps=1)
         module.trainer.save_checkpoint(path / f"{name}.ckpt")
     export = ExportForInference(str(path / "exported"), dtype=None)
-    train(folder_module(folder), TensorPipelineStrategy("32-true", **options), max_steps=1, callbacks=[export])
+    with reload_here():
+        train(folder_module(folder), TensorPipelineStrategy("32-true", **options), max_steps=1, callbacks=[export])
     assert export.report is not None
     assert export.report.verified
     (results,) = module.trainer.validate(module, verbose=False)

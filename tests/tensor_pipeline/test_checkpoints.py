@@ -14,6 +14,7 @@ from lightning_swift.checkpoint.layout import read_manifest
 from lightning_swift.checkpoint.merge import merge_checkpoint
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
+from tests.harness.exports import reload_here
 from tests.harness.models import quiet_trainer
 from tests.harness.ranks import ranks
 from tests.tensor_pipeline.runs import SHORT, FullModule, Numbers, train
@@ -127,6 +128,7 @@ def export_on_four_ranks(folder: Path) -> None:
         export,
     ]
     module = FullModule("qwen3", layers=LAYERS)
-    train(module, strategy("cut"), max_steps=HALF, callbacks=callbacks, enable_checkpointing=True)
+    with reload_here():
+        train(module, strategy("cut"), max_steps=HALF, callbacks=callbacks, enable_checkpointing=True)
     assert export.report is not None
     assert export.report.verified
