@@ -124,10 +124,10 @@ def compare(
     return report
 
 
-def maker(kind: str, **kwargs: Any) -> Callable[[], Any]:
+def maker(kind: str, *, layers: int = 2, **kwargs: Any) -> Callable[[], Any]:
     """A model in training mode, the same on every rank and at every call."""
 
     def make() -> Any:
-        return tiny_model(kind, layers=2, **kwargs).train()
+        return tiny_model(kind, layers=layers, **kwargs).train()
 
     return make

@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_swift.parallel import anatomy
 from lightning_swift.parallel.mesh import MeshSizes, build_mesh, data_parallel_rank
 from lightning_swift.parallel.pipeline import PipelinedModel
 from lightning_swift.strategies.tensor_pipeline import TensorPipelineStrategy
@@ -59,11 +60,15 @@ def expected_of(kinds: list[tuple[str, dict[str, Any]]], batches: list[Batch], *
     mine: list[Expected] = []
     for kind, config in kinds[rank::world]:
         model = model_of(kind, **shape, **config)
+        anatomy.probe(model)
         results = [single(model, batch) for batch in batches]
         mine.append([(float(loss), gradients) for loss, gradients in results])
     everywhere: list[Any] = [None] * world
-    dist.all_gather_object(everywhere, mine)
-    return [everywhere[number % world][number // world] for number in range(len(kinds))]
+    dist.all_gather_object(everywhere, (mine, anatomy._known))
+    for _, known in everywhere:
+        # A probe takes as long as a few steps, and finds the same on every rank.
+        anatomy._known.update(known)
+    return [everywhere[number % world][0][number // world] for number in range(len(kinds))]
 
 
 def gradients_between(results: Expected, shares: int) -> dict[str, Tensor]:
