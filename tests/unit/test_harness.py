@@ -38,16 +38,16 @@ def _hang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
+    ("body", "text", "deadline"),
     [
-        (_raise_on_one, "ValueError: only here"),
-        (_die_on_one, "died without a report (exit code 7)"),
-        (_hang, "timed out"),
+        (_raise_on_one, "ValueError: only here", 5.0),
+        (_die_on_one, "died without a report (exit code 7)", 5.0),
+        (_hang, "timed out", 1.0),
     ],
 )
-def test_every_kind_of_failure_is_reported(body: object, text: str) -> None:
+def test_every_kind_of_failure_is_reported(body: object, text: str, deadline: float) -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(body, 2, deadline=5)
+        run_ranks(body, 2, deadline=deadline)
     assert text in str(caught.value)
     assert "--- rank 1 ---" in str(caught.value)
 
