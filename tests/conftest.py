@@ -17,6 +17,27 @@ import pytest
 from tests.harness.kernels import background_build, wait_for_kernels
 from tests.harness.ranks import run_ranks
 
+# Their tests take seconds each, those of the other folders mostly milliseconds.
+_HEAVY = {"recipes", "tensor_pipeline", "zero"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each of two workers begin with long tests, and share short ones at the end, where one would wait else.
+
+    A worker is given a half of all tests in this order, and takes the last ones of the other's when it has none left.
+    """
+    heavy = [i for i in items if _HEAVY & set(i.path.parts) or i.get_closest_marker("slow")]
+    # What needs kernels waits for them less if it comes later.
+    heavy.sort(key=lambda item: "ops" in getattr(item, "fixturenames", ()))
+    half = len(heavy) // 2
+    # What the tests of one file share is made once.
+    while 0 < half < len(heavy) and heavy[half].path == heavy[half - 1].path:
+        half += 1
+    first, chosen = heavy[:half], set(heavy)
+    light = [item for item in items if item not in chosen]
+    middle = max(0, len(items) // 2 - len(first))
+    items[:] = [*first, *light[:middle], *heavy[half:], *light[middle:]]
+
 
 def _warm() -> None:
     """Nothing: the first call starts the server and loads what it preloads."""
