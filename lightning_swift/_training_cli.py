@@ -49,6 +49,11 @@ _UNHELPFUL = (
     # The strategy prints its precision itself.
     r"Precision .* is not supported by the model summary",
 )
+# What Lightning says where a recipe's `accelerator: gpu` finds none.
+_NO_GPU = "No supported gpu backend"
+_WITHOUT_GPU = (
+    "Try the recipe with --dry_run true, or train on CPUs with --trainer.accelerator cpu --trainer.devices 1."
+)
 _CLASSES = {"model": LightningModule, "data": LightningDataModule, "optimizer": Optimizer, "lr_scheduler": LRScheduler}
 
 
@@ -179,7 +184,8 @@ def run_training(arguments: Sequence[str]) -> int:
             raise stop.__context__ from None
         return _code_of(stop)
     except MisconfigurationException as error:
-        raise ConfigurationError(str(error)) from error
+        fix = _WITHOUT_GPU if _NO_GPU in str(error) else None
+        raise ConfigurationError(str(error), fix=fix) from error
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
@@ -130,3 +131,10 @@ def test_a_strategy_may_be_given_by_the_name_of_its_class_alone(name, mine, monk
 def test_a_strategy_that_is_not_there_is_named(mine, capsys):
     told = refusal(["fit", f"--model={mine}.Fails", "--trainer.strategy=no.where", *QUIET], 2, capsys)
     assert "no.where" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_recipe_for_gpus_says_how_it_runs_without(mine, capsys):
+    told = refusal(["fit", f"--model={mine}.Fails", *QUIET, "--trainer.accelerator=gpu"], 2, capsys)
+    assert "gpu" in told
+    assert "--trainer.accelerator cpu" in told
