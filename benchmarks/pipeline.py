@@ -249,32 +249,14 @@ def _plain(part: Any, *, last: bool) -> Any:
 
 
 def _ours() -> dict[str, float]:
-    import lightning as L
-
-    from benchmarks.workload import Module
+    from benchmarks.workload import Module, fit
     from lightning_swift import TensorPipelineStrategy
 
-    marks = []
-
-    class Ticks(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            marks.append((time.perf_counter(), time.process_time()))
-
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=TensorPipelineStrategy(
-            "32-true", pipeline_parallel_size=2, tensor_parallel_size=1, microbatches=4, return_freed_memory=False
-        ),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[Ticks()],
+    marks: list[tuple[float, float]] = []
+    strategy = TensorPipelineStrategy(
+        "32-true", pipeline_parallel_size=2, tensor_parallel_size=1, microbatches=4, return_freed_memory=False
     )
-    trainer.fit(Module(WORKLOAD), _batches())
+    fit(Module(WORKLOAD), _batches(), strategy, tick=lambda: marks.append((time.perf_counter(), time.process_time())))
     return _median(marks)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.launch import table, torchrun
 from benchmarks.paired import WARM_UP, Clock, row, take_turns
-from benchmarks.workload import RandomTokens, Workload, loader
+from benchmarks.workload import RandomTokens, Workload, fit, loader
 
 WORKLOAD = Workload(hidden=512, layers=6, vocab=8192, batch=2, length=256)
 RANK, ALPHA, RATE = 16, 32, 1e-4
@@ -107,10 +107,6 @@ def _fit(steps: int, folder: str, strategy: Any) -> Clock:
 
     clock = Clock()
 
-    class Ticks(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            clock.tick()
-
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -126,19 +122,7 @@ def _fit(steps: int, folder: str, strategy: Any) -> Clock:
         def configure_optimizers(self) -> Any:
             return _adamw(self.parameters())
 
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[Ticks()],
-    )
-    trainer.fit(Module(), loader(WORKLOAD, steps + WARM_UP, rank=0, world_size=1))
+    fit(Module(), loader(WORKLOAD, steps + WARM_UP, rank=0, world_size=1), strategy, tick=clock.tick)
     return clock
 
 

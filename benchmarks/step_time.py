@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.launch import table
 from benchmarks.paired import WARM_UP, Clock, row, take_turns
-from benchmarks.workload import Module, Workload, loader
+from benchmarks.workload import Module, Workload, fit, loader
 
 WORKLOAD = Workload(hidden=512, layers=6, vocab=8192, batch=2, length=256)
 CONTENDERS = {
@@ -110,28 +110,8 @@ def _by_hand(steps: int, *, returning: bool) -> Clock:
 
 
 def _fit(steps: int, strategy: Any, *, shard: Any = None, precision: Any = None) -> Clock:
-    import lightning as L
-
     clock = Clock()
-
-    class Ticks(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            clock.tick()
-
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=strategy,
-        precision=precision,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[Ticks()],
-    )
-    trainer.fit(Module(WORKLOAD, shard=shard), _data(steps))
+    fit(Module(WORKLOAD, shard=shard), _data(steps), strategy, tick=clock.tick, precision=precision)
     return clock
 
 

@@ -1,7 +1,9 @@
-"""What the training benchmarks train: a random Llama, random tokens, and the same module for every contender."""
+"""What the training benchmarks train: a random Llama, random tokens, one module and Trainer for all contenders."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,3 +86,28 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def fit(
+    module: L.LightningModule, data: Any, strategy: Any, *, tick: Callable[[], None], precision: Any = None
+) -> None:
+    """Train for one epoch under a Trainer that does nothing besides; ``tick`` is called at the end of each step."""
+
+    class Ticks(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            tick()
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy,
+        precision=precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[Ticks()],
+    )
+    trainer.fit(module, data)

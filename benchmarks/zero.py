@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.launch import table, torchrun
 from benchmarks.paired import WARM_UP, Clock, row, take_turns
-from benchmarks.workload import Module, Workload, loader
+from benchmarks.workload import Module, Workload, fit, loader
 
 WORKLOAD = Workload(hidden=512, layers=6, vocab=8192, batch=2, length=256)
 CONTENDERS = {
@@ -116,29 +116,9 @@ class _FusedModule(Module):
         return _adamw(self.parameters())
 
 
-def _fit(steps: int, strategy: Any, **arguments: Any) -> Clock:
-    import lightning as L
-
+def _fit(steps: int, strategy: Any, *, precision: Any = None) -> Clock:
     clock = Clock()
-
-    class Ticks(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            clock.tick()
-
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[Ticks()],
-        **arguments,
-    )
-    trainer.fit(_FusedModule(WORKLOAD), _data(steps))
+    fit(_FusedModule(WORKLOAD), _data(steps), strategy, tick=clock.tick, precision=precision)
     return clock
 
 

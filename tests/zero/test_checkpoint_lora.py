@@ -22,6 +22,7 @@ from lightning_swift.strategies.ddp import DDPBF16Strategy
 from lightning_swift.strategies.fsdp import FSDPBF16Strategy
 from lightning_swift.strategies.zero import ZeROStrategy
 from tests.checkpoint.runs import SaveAt, fit, mean_losses
+from tests.harness.exports import reload_here
 from tests.harness.models import UserModule
 from tests.harness.ranks import ranks
 from tests.zero.states import Look, state_digests
@@ -173,17 +174,19 @@ def test_checkpoints_are_merged_and_exported(tmp_path: Path, folder: str) -> Non
     _callbacks(folder, str(tmp_path))
     _same_weights(tmp_path / "merged", tmp_path / "model", folder)
     checkpoint = next((tmp_path / "checkpoints").glob("*.ckpt"))
-    assert export_checkpoint(checkpoint, tmp_path / "adapter-again", format="adapter").verified
+    with reload_here():
+        assert export_checkpoint(checkpoint, tmp_path / "adapter-again", format="adapter").verified
     _same_adapter(tmp_path / "adapter", tmp_path / "adapter-again", folder)
     for name, quantization in OTHERS:
         checkpoint, merged, exported = (tmp_path / f"{name}{end}" for end in (".ckpt", "-merged", "-exported"))
         merge_checkpoint(checkpoint, merged, dtype="float32")
+        with reload_here():
+            form: dict[str, Any] = {"format": "adapter"} if quantization is None else {"dtype": "float32"}
+            assert export_checkpoint(checkpoint, exported, **form).verified
         if quantization is None:
-            assert export_checkpoint(checkpoint, exported, format="adapter").verified
             _same_adapter(exported, exported, folder)
             assert all(t.isfinite().all() and t.numel() for t in load_file(merged / "model.safetensors").values())
         else:
-            assert export_checkpoint(checkpoint, exported, dtype="float32").verified
             _same_weights(merged, exported, folder)
 
 
