@@ -69,6 +69,13 @@ def test_pieces_are_the_whole(shape: tuple[int, int], storage: torch.dtype) -> N
         mine, expected = ours.quant_state.as_dict(packed=True), theirs.quant_state.as_dict(packed=True)
         assert mine.keys() == expected.keys()
         assert all(torch.equal(mine[key], expected[key]) for key in expected)
+        # What is stored in float32 is rounded to the dtype of computation before it is packed.
+        fine = weight.float() * (1 + 2**-10)
+        assert torch.equal(fine.bfloat16(), weight)
+        from_fine: Any = quantised_weight(Params4bit(torch.empty_like(weight, device="meta"), **options), fine)
+        rounded = from_fine.quant_state.as_dict(packed=True)
+        assert all(torch.equal(rounded[key], mine[key]) for key in mine)
+        assert torch.equal(from_fine.data.view(torch.uint8), ours.data.view(torch.uint8))
     codes: Any = quantised_weight(Int8Params(torch.empty_like(weight, device="meta"), requires_grad=False), weight)
     reference: Any = Int8Params(weight, requires_grad=False).to("cpu")
     assert torch.equal(codes.data, reference.data)
@@ -89,6 +96,12 @@ def test_head_embedding_tied_and_exact_layers_are_not_quantised(folder: Path, tm
     report = apply_adapters(holder, AdapterSettings(LORA, "nf4"), compute_dtype=torch.float32)
     assert len(report.quantised) == 12
     assert not any("down_proj" in name for name in report.quantised)
+    holder = Holder(pretrained(folder))
+    first, second = (layer.mlp.up_proj for layer in holder.model.model.layers)
+    second.weight = first.weight
+    report = apply_adapters(holder, AdapterSettings(LORA, "nf4"), compute_dtype=torch.float32)
+    assert len(report.quantised) == 12
+    assert not any("up_proj" in name for name in report.quantised)
 
 
 def test_a_new_head_of_a_classifier_trains(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_swift.strategies._zero_config import (
     hidden_size,
     size_buckets,
 )
+from lightning_swift.strategies._zero_loading import known_to_transformers, loading_config
 from lightning_swift.strategies._zero_options import ZeROOptions
 from lightning_swift.strategies.zero import ZeROStrategy
 from tests.harness.models import quiet_trainer
@@ -139,6 +141,29 @@ def test_a_hugging_face_configuration_is_filled_in() -> None:
     config = completed(facts, config=AUTO)
     size_buckets(config, None)
     assert "auto" not in json.dumps(config)
+
+
+def test_no_configuration_is_written_to() -> None:
+    given: dict[str, Any] = {"gradient_clipping": "auto"}
+    options = ZeROOptions(config=given)
+    base = base_config(options)
+    assert given == {"gradient_clipping": "auto"}
+    before = copy.deepcopy(base)
+    # Another Trainer may follow, with another value.
+    for clip in (0.5, 0.25):
+        facts = TrainerFacts(world_size=2, clip=clip)
+        assert complete_config(base, options, facts)["gradient_clipping"] == clip
+        assert base == before
+
+
+def test_transformers_forgets_the_configuration_whoever_still_holds_it() -> None:
+    from transformers.integrations import deepspeed as integration
+
+    with known_to_transformers(loading_config(completed(stage=3))):
+        held = integration._hf_deepspeed_config_weak_ref()
+        assert integration.is_deepspeed_zero3_enabled()
+    assert held.is_zero3()
+    assert not integration.is_deepspeed_zero3_enabled()
 
 
 def test_only_what_was_asked_for_is_offloaded() -> None:
