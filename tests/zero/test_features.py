@@ -138,13 +138,20 @@ def test_groups_by_shape_see_whole_shapes_under_stage_3(folder: str) -> None:
 
 
 def scheduled(module: Any) -> Any:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+    """A frozen group comes first: optimizer and schedule are to forget it."""
+    embedding = module.model.get_input_embeddings().weight
+    groups = [{"params": [embedding], "lr": 1.0}, {"params": [p for p in module.parameters() if p is not embedding]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 1.0 / (step + 1)])
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Scheduled(Lazy):
     rates: list[float]
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.get_input_embeddings().requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         return scheduled(self)
