@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import report, table, torchrun
-from benchmarks.workload import Module, Workload, loader
+from benchmarks.workload import Module, Workload, loader, quiet_trainer
 
 WORKLOAD = Workload(hidden=512, layers=14, vocab=16384, batch=2, length=64)
 STEPS = 3
@@ -47,7 +47,6 @@ def worker() -> None:
     """Train a few steps in this rank and report the largest peak of all ranks."""
     import sys
 
-    import lightning as L
     import torch
     import torch.distributed as dist
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the base process
@@ -60,17 +59,7 @@ def worker() -> None:
         from lightning_swift import FSDPBF16Strategy
 
         strategy = FSDPBF16Strategy(precision=precision)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = quiet_trainer(strategy)
     base = _anonymous()
     with _Peak() as peak:
         data = loader(WORKLOAD, STEPS, rank=dist.get_rank(), world_size=dist.get_world_size())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,16 +88,9 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def fit(
-    module: L.LightningModule, data: Any, strategy: Any, *, tick: Callable[[], None], precision: Any = None
-) -> None:
-    """Train for one epoch under a Trainer that does nothing besides; ``tick`` is called at the end of each step."""
-
-    class Ticks(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            tick()
-
-    trainer = L.Trainer(
+def quiet_trainer(strategy: Any, *, precision: Any = None, callbacks: Sequence[L.Callback] = ()) -> L.Trainer:
+    """A Trainer on this rank's CPU that does nothing but train, for one epoch."""
+    return L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
@@ -108,6 +101,17 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Ticks()],
+        callbacks=list(callbacks),
     )
-    trainer.fit(module, data)
+
+
+def fit(
+    module: L.LightningModule, data: Any, strategy: Any, *, tick: Callable[[], None], precision: Any = None
+) -> None:
+    """Train for one epoch; ``tick`` is called at the end of each step."""
+
+    class Ticks(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            tick()
+
+    quiet_trainer(strategy, precision=precision, callbacks=[Ticks()]).fit(module, data)

@@ -8,7 +8,6 @@ the process dies between those two renames NAME is missing, and :func:`locate` f
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from lightning_swift.checkpoint.faults import faultpoint
 from lightning_swift.checkpoint.layout import HUGGINGFACE, MANIFEST, META, METADATA, FileRecord, Manifest, read_manifest
+from lightning_swift.checkpoint.locks import is_abandoned, lock_folder
 from lightning_swift.checkpoint.together import Ranks, Together
 from lightning_swift.errors import CheckpointError, CheckpointNotFoundError
 
@@ -96,7 +96,7 @@ def commit(
     with Together(ranks, "preparing to save", path) as step:
         if ranks.rank == 0:
             step.value = _prepare(path, run_id)
-            lock = _lock(step.value)
+            lock = lock_folder(step.value)
     temporary: Path = step.values[0]
     try:
         with Together(ranks, "writing", path):
@@ -197,7 +197,7 @@ def _prepare(path: Path, run_id: str) -> Path:
     _recover(path)
     _refuse_foreign(path, run_id)
     for stale in _siblings(path, "tmp"):
-        if _is_abandoned(stale):
+        if is_abandoned(stale):
             shutil.rmtree(stale, ignore_errors=True)
         else:
             _LOG.warning("%s is left from another save; delete it if that run is dead.", stale)
@@ -288,30 +288,3 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _lock(temporary: Path) -> int:
-    """Lock the temporary directory while it is written, so that nobody takes it for abandoned.
-
-    The kernel drops the lock when the descriptor is closed or the process ends, however it ends.
-    """
-    descriptor = os.open(temporary, os.O_RDONLY)
-    _try_lock(descriptor)
-    return descriptor
-
-
-def _is_abandoned(temporary: Path) -> bool:
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        return _try_lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Whether the lock was free. Some network file systems have no locks: then nothing counts as abandoned."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

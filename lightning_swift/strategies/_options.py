@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_swift.adapters.settings import AdapterSettings, LoraSettings, Quantization
 from lightning_swift.errors import ConfigurationError
@@ -12,7 +14,18 @@ from lightning_swift.parallel.memory import ReturnMemory
 from lightning_swift.parallel.mesh import AxisSize, MeshSizes, check_axis_size
 from lightning_swift.parallel.sharding import Reshard, ShardingSettings
 
-__all__ = ["MeshOptions"]
+__all__ = ["MeshOptions", "options_among"]
+
+# What lies beside the options among the local names of a constructor.
+_NO_OPTIONS = ("self", "save_frozen", "__class__")
+
+
+def options_among(local_names: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a strategy among ``locals()`` at the head of its constructor.
+
+    They are the fields of its checked value under their own names; one that is not is a ``TypeError`` there.
+    """
+    return {name: value for name, value in local_names.items() if name not in _NO_OPTIONS}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from lightning_swift.checkpoint.locks import is_abandoned, lock_folder
 from lightning_swift.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["SwapFolder", "swapping_apart"]
 
 _PREFIX = "lightning_swift-"
-# Held as long as its folder is in use; the system lets it go with the process, however that ends.
-_LOCK = "in_use"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class SwapFolder:
 
     Args:
         path: The folder.
-        lock: Descriptor of the file that is locked while the folder is in use.
+        lock: Descriptor by which the folder is locked while it is in use.
         owner: Number of the process that uses it; those that it forks do not remove it.
     """
 
@@ -55,8 +54,7 @@ class SwapFolder:
             with _alone(parent):
                 _remove_left_behind(parent)
                 path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-                lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock = lock_folder(path)
         except OSError as error:
             raise ConfigurationError(
                 f"nothing can be written there ({error}).",
@@ -106,15 +104,9 @@ def _alone(parent: Path) -> Iterator[None]:
 def _remove_left_behind(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*/"):
         try:
-            lock = os.open(path / _LOCK, os.O_RDWR)
+            abandoned = is_abandoned(path)
         except FileNotFoundError:
-            # Killed before it was in use, or just being removed.
-            shutil.rmtree(path, ignore_errors=True)
+            # Its own run has just removed it.
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if abandoned:
             shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)

@@ -9,6 +9,7 @@ from lightning_swift.parallel.mesh import AxisSize
 from lightning_swift.parallel.schedule import ScheduleName
 from lightning_swift.parallel.sharding import Reshard
 from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
+from lightning_swift.strategies._options import options_among
 from lightning_swift.strategies._tensor_pipeline import TensorPipelineEngine
 from lightning_swift.strategies._tensor_pipeline_options import (
     LossFunction,
@@ -18,9 +19,6 @@ from lightning_swift.strategies._tensor_pipeline_options import (
 )
 
 __all__ = ["TensorPipelineStrategy"]
-
-# What lies beside the options among the local names of the constructor.
-_NO_OPTIONS = ("self", "save_frozen", "__class__")
 
 
 class TensorPipelineStrategy(TensorPipelineEngine):
@@ -126,7 +124,6 @@ class TensorPipelineStrategy(TensorPipelineEngine):
         quantization: Quantization | None = None,
         save_frozen: SaveFrozen = "auto",
     ) -> None:
-        # All others are fields of the checked value under their own names; one that is not is a TypeError here.
-        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
+        options = options_among(locals())
         self.save_frozen = check_save_frozen(save_frozen)
         super().__init__(TensorPipelineOptions(**options))

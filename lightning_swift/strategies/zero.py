@@ -25,6 +25,7 @@ from lightning_swift.parallel.dtypes import PrecisionName, ReduceName
 from lightning_swift.parallel.memory import ReturnMemory, return_freed_memory, returning_freed_memory
 from lightning_swift.parallel.sharding import refuse_scalars
 from lightning_swift.strategies._checkpoint_frozen import SaveFrozen, check_save_frozen
+from lightning_swift.strategies._options import options_among
 from lightning_swift.strategies._precision import OwnPrecision
 from lightning_swift.strategies._unread import LeavesUnread
 from lightning_swift.strategies._zero_config import (
@@ -57,9 +58,6 @@ from lightning_swift.strategies._zero_precision import ZeROPrecision, cast_input
 from lightning_swift.strategies._zero_state import ZeroCheckpointing
 
 __all__ = ["ZeROStrategy"]
-
-# What lies beside the options among the local names of the constructor.
-_NO_OPTIONS = ("self", "save_frozen", "__class__")
 
 
 class ZeROStrategy(ZeroCheckpointing, LeavesUnread, OwnPrecision, DeepSpeedStrategy):
@@ -139,8 +137,7 @@ class ZeROStrategy(ZeroCheckpointing, LeavesUnread, OwnPrecision, DeepSpeedStrat
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
     ) -> None:
-        # All others are fields of the checked value under their own names; one that is not is a TypeError here.
-        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
+        options = options_among(locals())
         self.save_frozen = check_save_frozen(save_frozen)
         self.options = ZeROOptions(**options)
         self._base = base_config(self.options)

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException
 
-from lightning_swift.checkpoint import commit as protocol
 from lightning_swift.checkpoint import sharded
 from lightning_swift.checkpoint.commit import commit, is_checkpoint, locate, record_file, remove
 from lightning_swift.checkpoint.layout import MANIFEST, FileRecord, Manifest, RunRecord, read_manifest
+from lightning_swift.checkpoint.locks import lock_folder
 from lightning_swift.checkpoint.safe_load import check_hashes
 from lightning_swift.checkpoint.sharded import Description
 from lightning_swift.errors import CheckpointError, CheckpointNotFoundError
@@ -201,7 +201,7 @@ def test_leftovers_of_dead_saves_with_the_name_are_cleaned_and_others_kept(tmp_p
 def test_a_save_that_is_under_way_elsewhere_is_not_cleaned_away(tmp_path: Path) -> None:
     busy = tmp_path / ".a.ckpt.tmp-0123abcd"
     busy.mkdir()
-    lock = protocol._lock(busy)
+    lock = lock_folder(busy)
     try:
         save(tmp_path / "a.ckpt")
         assert names(tmp_path) == [busy.name, "a.ckpt"]
